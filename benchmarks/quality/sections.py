@@ -151,6 +151,7 @@ def pages(documents: Iterable[dict[str, Any]]) -> Iterator[tuple[str, str]]:
             "without a row were not measured."
         )
         about = f"{describe(document)} {describe_answers(document)}"
+        command += f" {_measured_on(document['devices'])}"
         parts = [about, f"Made by {command}", merging, LEGEND]
         lines = [f"- {line}" for line in verdict(document["rows"])[0]]
         yield (
@@ -171,6 +172,15 @@ def is_under_trained(teacher: Mapping[str, Any]) -> bool:
     """Whether a teacher had fewer steps than `benchmarks.teachers` gives it."""
     default = TEACHERS[teacher["name"]].steps if teacher["name"] in TEACHERS else 0
     return teacher.get("steps", default) < default
+
+
+def _measured_on(devices: Sequence[str]) -> str:
+    """Where the students were trained and measured, and the precision there."""
+    named = " and ".join("a CPU" if kind == "cpu" else f"an {kind}" for kind in devices)
+    gpu = any(kind != "cpu" for kind in devices)
+    return f"Measured on {named}, in float32" + (
+        " (on the GPU with products in TF32, XLA's default)." if gpu else "."
+    )
 
 
 def made_by(document: dict[str, Any]) -> str:
@@ -282,7 +292,8 @@ def merged(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 before = found.get(key(row))
                 found[key(row)] = row if before is None else _better(before, row)
     rows = _with_all_rates(list(found.values()))
-    return first | {"rows": sorted(rows, key=_row_order)}
+    devices = sorted({one["device"]["kind"] for one in documents})
+    return first | {"devices": devices, "rows": sorted(rows, key=_row_order)}
 
 
 def _with_all_rates(rows: list[Row]) -> list[Row]:

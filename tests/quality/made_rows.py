@@ -69,6 +69,7 @@ def document(*found: Row, **facts) -> dict[str, Any]:
     return {
         "command": "quality",
         "date": "2026-01-01",
+        "device": {"kind": "cpu"},
         "layers": 8,
         "documents": 2,
         "prompt": PROMPT,

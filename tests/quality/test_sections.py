@@ -14,7 +14,12 @@ PAIR = [
 
 
 def documents():
-    other = document(*rows(HALF, cell(2.2)), teacher={"name": "t1"}, date="2025-01-01")
+    other = document(
+        *rows(HALF, cell(2.2)),
+        teacher={"name": "t1"},
+        date="2025-01-01",
+        device={"kind": "NVIDIA H100"},
+    )
     return [other, document(*rows(HALF, cell(2.1))), document(*PAIR)]
 
 
@@ -32,7 +37,9 @@ def test_a_page_for_each_teacher():
     assert [name, other] == ["quality-demo.md", "quality-t1.md"]
     assert demo.startswith("# What each cut costs in quality: all students\n")
     assert table.LEGEND in demo and table.LEGEND in of_t1
+    assert "Measured on a CPU, in float32." in demo and "TF32" not in demo
     verdicts = [line.split("|")[-2].strip() for line in demo.splitlines() if "| 32 " in line]
+    assert "Measured on an NVIDIA H100, in float32 (on the GPU with products in TF32" in of_t1
     assert verdicts == ["", "better"] and "- met: 50.0%, g = 2, closed-form, 32 steps" in demo
 
 
