@@ -118,7 +118,7 @@ def full_page(
             f"{rates[-1] / 1e12:.0f} TFLOP/s and {bandwidths[0] / 1e9:,.0f} to "
             f"{bandwidths[-1] / 1e9:,.0f} GB/s. Predictions are those of "
             "`python -m benchmarks.predict`, made before any of this was measured.",
-            "The result files name the commit that was checked out. In the runs until 08:33, "
+            "The result files name the commit that was checked out. In the runs until 08:33 UTC, "
             "its copy had two changes that were committed afterwards: `benchmarks.serve --only`, "
             "and copies of at most 1 GiB in the measurement of the roofline.",
             correctness(checks),
