@@ -80,7 +80,7 @@ def test_requests_that_are_skipped():
     ("more", "through_all_layers"),
     [
         pytest.param({}, 0, id="boundary"),
-        pytest.param({"generated_kv": "own"}, 0, id="own"),
+        pytest.param({"generated_kv": "own"}, 0, id="own", marks=pytest.mark.long),
         # The last token is the input of the first decode step.
         pytest.param({"generated_kv": "own", "exact_tail": 4}, 3, id="own, a tail"),
     ],
