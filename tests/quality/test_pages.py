@@ -241,7 +241,7 @@ def table_line(page: str, name: str) -> str:
         ("demo, 1/2, then 64 steps of training", "demo", 4, 64),
         ("demo, 1/2, then 512 steps", "demo", 4, 512),
         ("t2, 1/4, calibrated without training", "t2", 12, 0),
-        ("t2, 1/2, calibrated without training", "t2", 8, 0),
+        ("t2, 1/4, then 64 steps of training", "t2", 12, 64),
         ("t2, 1/2, then 64 steps of training", "t2", 8, 64),
     ],
 )
