@@ -60,7 +60,6 @@ def prefill_figures() -> dict[str, str]:
     student, teacher = pair("prefill")
     return {
         "speed-up": f"{student['speed_up']:.2f}",
-        "speed-up of best": f"{student['speed_up_of_best']:.2f}",
         "rates": f"{student['tokens_per_s']:.0f} and {teacher['tokens_per_s']:.0f} tokens/s",
         "repetitions": str(len(student["repetitions"])),
         "by operations": f"{student['teacher_flops_over_own']:.2f}",

@@ -170,8 +170,14 @@ def pages(documents: Iterable[dict[str, Any]]) -> Iterator[tuple[str, str]]:
 
 def is_under_trained(teacher: Mapping[str, Any]) -> bool:
     """Whether a teacher had fewer steps than `benchmarks.teachers` gives it."""
-    default = TEACHERS[teacher["name"]].steps if teacher["name"] in TEACHERS else 0
+    default = _default_steps(teacher)
     return teacher.get("steps", default) < default
+
+
+def _default_steps(teacher: Mapping[str, Any]) -> int:
+    """Those of `benchmarks.teachers`, or of the teacher where it has none of that name."""
+    name = teacher["name"]
+    return TEACHERS[name].steps if name in TEACHERS else teacher.get("steps", 0)
 
 
 def _measured_on(devices: Sequence[str]) -> str:
@@ -188,7 +194,7 @@ def made_by(document: dict[str, Any]) -> str:
     teacher = document["teacher"]
     name, steps = teacher["name"], teacher.get("steps")
     command, note = f"python -m benchmarks.teachers {name} FOLDER", ""
-    default = TEACHERS[name].steps if name in TEACHERS else steps
+    default = _default_steps(teacher)
     if steps is not None and steps != default:
         command += f" --steps {steps}"
     if is_under_trained(teacher):

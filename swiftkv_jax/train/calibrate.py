@@ -219,12 +219,7 @@ def run(recipe: Recipe, *, keep_delta: bool = False) -> None:
         fitted = 0 if keep_delta else calibration_tokens(recipe, config)
         scaled = SLOPE_TOKENS if config.has_two_caches else 0
         chosen = rows_left(recipe, data, max(fitted, scaled))
-    if eval_data is None and chosen is None:
-        logger.warning(
-            "nothing is measured, because all of `data` was fitted to: give `eval_data`, more "
-            "`data` or fewer `calibration_tokens`"
-        )
-    else:
+    if eval_data is not None or chosen is not None:
         if keep_delta:
             students = {"as it was": given, "scaled": calibrated}
         else:
@@ -233,6 +228,11 @@ def run(recipe: Recipe, *, keep_delta: bool = False) -> None:
             students = {"copied": copy, "calibrated": calibrated}
         results = measure(recipe, students, eval_data or data, mesh, chosen)
         del students
+    else:
+        logger.warning(
+            "nothing is measured, because all of `data` was fitted to: give `eval_data`, more "
+            "`data` or fewer `calibration_tokens`"
+        )
     if is_main_process():
         if results:
             print(table(results, config, HELD_OUT if chosen is None else LEFT))

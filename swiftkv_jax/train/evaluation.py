@@ -19,7 +19,7 @@ from ..config import Config
 from ..params import Llama
 from ..sharding import batch_sharding
 from .batch_sharder import BatchSharder
-from .data.loader import DatasetMixture, first_batches
+from .data.loader import DatasetMixture, ShuffledBatches, first_batches
 from .data.loader import batches as shuffled_batches
 from .distill import Sums
 from .far_tokens import MAX_FAR_LOSS, only_far
@@ -28,15 +28,6 @@ from .recipe import Recipe
 from .setup import own_tail
 
 logger = logging.getLogger(__name__)
-
-
-class ShuffledBatches(NamedTuple):
-    """Batches `start` to `stop - 1` of shuffled data, in the order in which training reads it."""
-
-    size: int
-    """Rows of a batch, over all devices."""
-    start: int
-    stop: int
 
 
 class HeldOut(NamedTuple):

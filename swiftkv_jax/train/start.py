@@ -25,8 +25,7 @@ from ..io.files import write_json
 from ..model import Model
 from ..sharding import batch_sharding, swiftkv_shardings
 from .batch_sharder import BatchSharder
-from .data.loader import DatasetMixture, batches
-from .evaluation import ShuffledBatches
+from .data.loader import DatasetMixture, ShuffledBatches, batches
 from .recipe import Recipe
 
 logger = logging.getLogger(__name__)
@@ -146,41 +145,42 @@ def calibration_tokens(recipe: Recipe, config: Config) -> int:
 
 def _batches(recipe: Recipe, data: DatasetMixture, mesh: Mesh, tokens: int) -> Iterator[Batch]:
     """Batches of at least `tokens` positions, or as far as the data goes."""
-    size, count = calibration_batches(recipe, data, tokens)
-    sharder = BatchSharder(batch_sharding(mesh), (size,))
+    fitted = calibration_batches(recipe, data, tokens)
+    sharder = BatchSharder(batch_sharding(mesh), (fitted.size,))
     reading = batches(
         data,
         sharder.num_rows,
         positions=sharder.positions,
         seed=recipe.seed,
-        start=0,
-        stop=count,
+        start=fitted.start,
+        stop=fitted.stop,
     )
     try:
         for local in tqdm(
-            reading, desc="calibrating", unit="batch", total=count, leave=False, disable=None
+            reading, desc="calibrating", unit="batch", total=fitted.stop, leave=False, disable=None
         ):
             yield sharder.shard(local.batch)
     finally:
         reading.close()
 
 
-def calibration_batches(recipe: Recipe, data: DatasetMixture, tokens: int) -> tuple[int, int]:
-    """(rows of a batch, number of batches) of at least `tokens` positions, or as far as the data
-    goes. None of its rows comes twice, unless it has fewer rows than there are data devices."""
+def calibration_batches(recipe: Recipe, data: DatasetMixture, tokens: int) -> ShuffledBatches:
+    """The first ones, of at least `tokens` positions, or as far as the data goes. None of its rows
+    comes twice, unless it has fewer rows than there are data devices."""
     rows = min(
         recipe.micro_batch_size, max(1, data.num_rows // recipe.mesh.rows) * recipe.mesh.rows
     )
-    return rows, min(math.ceil(tokens / (rows * recipe.max_length)), max(1, data.num_rows // rows))
+    wanted = math.ceil(tokens / (rows * recipe.max_length))
+    return ShuffledBatches(rows, 0, min(wanted, max(1, data.num_rows // rows)))
 
 
 def rows_left(recipe: Recipe, data: DatasetMixture, tokens: int) -> ShuffledBatches | None:
     """Batches to measure on that follow those of `tokens` positions, at most one for each
     `FITTED_PER_MEASURED` of them; None if the data ends with them."""
-    rows, count = calibration_batches(recipe, data, tokens)
-    left = data.num_distinct_rows // rows - count
-    wanted = min(math.ceil(count / FITTED_PER_MEASURED), left)
-    return ShuffledBatches(rows, count, count + wanted) if wanted > 0 else None
+    size, _, fitted = calibration_batches(recipe, data, tokens)
+    left = data.num_distinct_rows // size - fitted
+    wanted = min(math.ceil(fitted / FITTED_PER_MEASURED), left)
+    return ShuffledBatches(size, fitted, fitted + wanted) if wanted > 0 else None
 
 
 def describe_fit(layers: tuple[LayerFit, ...]) -> str:

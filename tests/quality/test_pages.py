@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -39,6 +40,11 @@ def star(row: table.Row) -> str:
     return " *" if far(row) > MAX_FAR_LOSS else ""
 
 
+def far_cells(rows: Iterable[table.Row | None]) -> str:
+    """Of a table; empty where a student was not measured."""
+    return "".join(f" {far(row):+.3f}{star(row)} |" if row else " |" for row in rows)
+
+
 def above(row: table.Row) -> float:
     return row["answers"]["above"]["value"]
 
@@ -62,8 +68,7 @@ def test_calibration():
     for name, lower in ("demo", 4), ("t2", 12), ("t2", 8):
         for group in 1, 2, 4:
             found = [rows[name].get((lower, group, *student, *mode)) for student in students]
-            cells = [f" {far(row):+.3f}{star(row)} |" if row else " |" for row in found]
-            assert f"| {name}, {lower} of {LAYERS[name]} | {group} |{''.join(cells)}" in text
+            assert f"| {name}, {lower} of {LAYERS[name]} | {group} |{far_cells(found)}" in text
     for name, layers in LAYERS.items():
         quarter = [far(row) for key, row in rows[name].items() if key[0] == layers // 4]
         assert quarter and min(quarter) > 1, "every student of both loses more than a nat"
@@ -293,17 +298,14 @@ def test_choosing_the_cut():
     assert 0.3 < cuts[10]["far_nats"] / cuts[9]["far_nats"] < 0.36, "falls to a third"
     of_layer = [cuts[k]["layers"][11 - k]["r2_k"] for k in (10, 9)]
     assert "layer 10 with R² {:.3f}, from that of layer 9 with {:.3f}".format(*of_layer) in text
-    rows, modes = (
-        rows_of("t2"),
-        (("boundary", "boundary"), ("own+64", "own"), ("own+64", "boundary")),
-    )
+    modes = ("boundary", "boundary"), ("own+64", "own"), ("own+64", "boundary")
+    rows = rows_of("t2")
     for lower in 12, 10, 8:
         found = [
             rows.get((lower, 1, "closed-form", steps, *modes[mode], "distillation"))
             for steps, mode in ((0, 0), (64, 0), (512, 0), (0, 1), (64, 2))
         ]
-        cells = (f" {far(row):+.3f}{star(row)} |" if row else " |" for row in found)
-        assert f"| {lower} |{''.join(cells)}" in text
+        assert f"| {lower} |{far_cells(found)}" in text
     plain = rows[10, 1, "closed-form", 0, *modes[0], "distillation"]
     tokens = f"{plain['far']['tokens']:,}"
     assert f"K = 10 {far(plain):.3f}" in text and f"On the {tokens} of" in text

@@ -80,8 +80,7 @@ def test_it_writes_a_model_and_a_record(folder, capsys):
 
 
 def test_rows_that_are_not_fitted_to_are_measured(folder, capsys, monkeypatch):
-    """Without held-out text. The rows that are fitted to and the measured ones are two, and no
-    token of the shuffled text is in both."""
+    """Without held-out text: no row is both fitted to and measured."""
     read = {"fitted": [], "measured": []}
     for name, module in ("fitted", start), ("measured", evaluation):
         function = "batches" if name == "fitted" else "shuffled_batches"

@@ -113,6 +113,15 @@ class DatasetMixture:
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
+class ShuffledBatches(NamedTuple):
+    """Batches `start` to `stop - 1` of shuffled data, in the order in which training reads it."""
+
+    size: int
+    """Rows of a batch, over all devices."""
+    start: int
+    stop: int
+
+
 def batches(
     mixture: DatasetMixture,
     batch_size: int,
