@@ -28,7 +28,7 @@ from swiftkv_jax.config import Config, GeneratedKV
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.model import Model
 from swiftkv_jax.params import Llama, SwiftKV, swiftkv_shapes
-from swiftkv_jax.sharding import swiftkv_shardings
+from swiftkv_jax.sharding import replicated, swiftkv_shardings
 from swiftkv_jax.train.batch_sharder import BatchSharder
 from swiftkv_jax.train.data.loader import DatasetMixture, batches
 from swiftkv_jax.train.recipe import DEMO, RECIPES, Init, Recipe
@@ -183,9 +183,13 @@ def train(
     """The model after the steps of the recipe, from the delta that it has."""
     steps = recipe.max_steps
     assert steps is not None and model.swiftkv is not None
-    optimizer, step = _program(model.config, dataclasses.replace(recipe, seed=0), mesh, loss)
+    shared = dataclasses.replace(recipe, seed=0, learning_rate=1.0)
+    optimizer, step = _program(model.config, shared, mesh, loss)
     sharder = BatchSharder(micro_batch_sharding(mesh), (1, recipe.batch_size))
     state = init_state(model.config, optimizer, mesh, model.swiftkv)
+    rate = jax.device_put(np.float32(recipe.learning_rate), replicated(mesh))
+    opt_state = optax.tree_utils.tree_set(state.opt_state, step_size=rate)
+    state = dataclasses.replace(state, opt_state=opt_state)
     reading = batches(
         data,
         recipe.batch_size,
@@ -204,9 +208,13 @@ def train(
 
 @functools.lru_cache(maxsize=1)
 def _program(config: Config, recipe: Recipe, mesh: Mesh, loss: Loss) -> tuple[Any, Any]:
-    """Optimiser and step, compiled once for all seeds."""
+    """Optimiser and step, compiled once for all seeds and learning rates. The recipe's rate is 1;
+    the optimiser's updates are multiplied by `step_size` in its state."""
     assert recipe.max_steps is not None
-    optimizer = make_optimizer(recipe, recipe.max_steps)
+    optimizer = optax.chain(
+        make_optimizer(recipe, recipe.max_steps),
+        optax.inject_hyperparams(optax.scale)(step_size=1.0),
+    )
     make_step = make_train_step if loss == "distillation" else make_cross_entropy_step
     return optimizer, make_step(config, recipe, optimizer, mesh)
 
