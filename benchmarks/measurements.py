@@ -333,7 +333,7 @@ def pages() -> Iterator[tuple[Path, str]]:
 
 def page() -> str:
     """The page of measurements."""
-    parts = [make() for make in SECTIONS] + [*quality.sections(quality_documents())]
+    parts = [make() for make in SECTIONS] + [quality.section(quality_documents())]
     parts = [part for part in parts + [make() for make in LAST_SECTIONS] if part is not None]
     titles = [part.splitlines()[0].removeprefix("## ") for part in parts]
     contents = " · ".join(f"[{title}](#{anchor(title)})" for title in titles)

@@ -1,5 +1,5 @@
-"""The measured students of each teacher: a section of `docs/measurements.md` with those at half of
-the layers, and a page in `docs/results` with all of them."""
+"""The measured students of all teachers: a section of `docs/measurements.md`, and a page in
+`docs/results` for each teacher."""
 
 from __future__ import annotations
 
@@ -9,38 +9,14 @@ from typing import Any
 
 from .. import markdown
 from ..teachers.__main__ import TEACHERS
-from .plot import STEPS
+from .overview import STEPS, bars_table, comparisons_table, cuts_table, half_table
+from .plot import STEPS as PLOTTED
 from .students import STARTS
-from .table import (
-    LEGEND,
-    TERMS,
-    VERDICTS,
-    describe,
-    describe_answers,
-    rows_table,
-    steps_of,
-    verdicts,
-)
-from .verdict import Row, against, key, name, of_authors, verdict
+from .table import LEGEND, TERMS, VERDICTS, describe, describe_answers, rows_table
+from .verdict import Row, key, verdict
 
 TITLE = "What each cut costs in quality"
 PICTURE = "quality"
-SUMMARY_GROUPS = (1, 2, 4)
-SUMMARY_HEADER = (
-    "g",
-    "start",
-    "steps",
-    "above the teacher",
-    "after the prompt",
-    "KL",
-    "far tokens, nats lost",
-    "verdict",
-    "`own+64`: after the prompt",
-    "KL",
-    "far tokens, nats lost",
-    "verdict",
-)
-
 COLUMNS = (
     "The table has the students with K at half of the layers. `above the teacher` is how far their "
     "perplexity is above the teacher's on all tokens, `after the prompt` the same on the tokens "
@@ -51,83 +27,55 @@ COLUMNS = (
 _LINEAR = "(#what-limits-the-closed-form)"
 CAUSES = {
     "demo": (
-        f"Why bars are not met: an untrained student has keys and values that are a linear "
-        f"function of one hidden state, and the rest of what upper layers compute is lost. [More "
-        f"calibration tokens]{_LINEAR} change little. Training wins a part of it back. "
-        f"Rows that are mixed have a lower perplexity than the authors' recipe, but served with "
-        f"`own` they lose more on far tokens; why is not known."
+        "Why the demo model misses two: an untrained student has keys and values that are a "
+        "linear function of one hidden state, and the rest of what upper layers compute is lost. "
+        "[More calibration tokens](#what-limits-the-closed-form) change little. Training wins a "
+        "part of it back. Its mixed students have a lower perplexity than the authors', but served "
+        "with `own` they lose more on far tokens; why is not known."
     ),
     "t2": (
-        "Why bars are not met: half of the layers is too early a cut for this teacher. Most of the "
-        "loss is in the keys. In an untrained student without groups, on 104 rows of the held-out "
-        "text (`python -m benchmarks.closed_form`), it is +18.2% and 1.03 nats on far tokens; "
-        "+4.1% and 0.22 nats with the teacher's keys in place of the fitted ones; +13.1% and 0.88 "
-        "nats with its values. With K at 75 % the loss is within the limit, at 62.5 % (+0.351 "
-        "nats) only with calibration for `own` ([choosing the cut](training.md#choosing-the-cut))."
+        "Why t2 misses all: half of its layers is too early a cut. Most of the loss is in the "
+        "keys. In an untrained student without groups, on 104 rows of the held-out text (`python "
+        "-m benchmarks.closed_form`), it is +18.2% and 1.03 nats on far tokens; +4.1% and 0.22 "
+        "nats with the teacher's keys in place of the fitted ones; +13.1% and 0.88 nats with its "
+        "values ([choosing the cut](training.md#choosing-the-cut))."
     ),
 }
 """Teacher -> what is known of the cause."""
 
 
-def sections(documents: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """A section for each teacher, the demo model first; the under-trained ones have only a page."""
+def section(documents: Iterable[dict[str, Any]]) -> str:
+    """The section of all teachers, the demo model first."""
     teachers = by_teacher(documents)
-    without = [name for name, one in teachers.items() if is_under_trained(_teacher(one))]
-    links = ", ".join(f"[{name}](results/{page_name(name)})" for name in without)
-    for teacher, document in teachers.items():
-        if teacher in without:
-            continue
-        page = f"[All students](results/{page_name(teacher)}) are on another page, with intervals."
-        bars = [f"- {line}" for line in verdict(document["rows"])[0] if " (bar " in line]
-        bars.append(f"- {describe_comparisons(document['rows'])}")
-        missed = any(line.startswith("- not met") for line in bars)
-        cause = f" {CAUSES[teacher]}" if missed and teacher in CAUSES else ""
-        if teacher == "demo":
-            parts = [
-                "A student is compared with its teacher on held-out text; `python -m "
-                "benchmarks.quality`.",
-                TERMS,
-                VERDICTS,
-                describe(document),
-                f"{COLUMNS} {page}",
-                summary_table(document["rows"]),
-                f"![Perplexity above the teacher and nats lost on far tokens over K]"
-                f"(img/{PICTURE}.png)",
-                f"The plot shows students after {STEPS} steps, served `boundary`. With `g = all` "
-                f"all upper layers share one cache.",
-                *([f"Teachers that are under-trained have only a page: {links}."] if links else []),
-            ]
-        else:
-            parts = [
-                f"{made_by(document)} {describe(document)} Terms and columns are those "
-                f"[above](#{markdown.anchor(TITLE)}). {page}",
-                summary_table(document["rows"]),
-            ]
-        yield markdown.section(title(teacher), *parts, f"Requirements.{cause}", "\n".join(bars))
+    return markdown.section(
+        TITLE,
+        "A student is compared with its teacher on held-out text; `python -m benchmarks.quality`.",
+        TERMS,
+        *(_about(document) for document in teachers.values()),
+        f"Students without training, and after {_listed(STEPS[1:])} steps, served with `boundary`: "
+        f"how far their perplexity is above the teacher's on all tokens, and the nats lost on far "
+        f"tokens. Stars mark those that are refused. Cuts below half of the layers are on the "
+        f"teachers' pages. Empty cells were not measured.",
+        cuts_table(teachers),
+        f"![Perplexity above the teacher and nats lost on far tokens over K](img/{PICTURE}.png)",
+        f"The plot shows students of the demo model after {PLOTTED} steps, served `boundary`. With "
+        f"`g = all` all upper layers share one cache.",
+        VERDICTS,
+        comparisons_table(teachers),
+        bars_table(teachers),
+        *(CAUSES[teacher] for teacher in teachers if teacher in CAUSES),
+    )
 
 
-def describe_comparisons(rows: Sequence[Row]) -> str:
-    """How many of the package's trained students are better than those of the authors' recipe, and
-    which are not; which cuts and steps were compared."""
-    found: dict[str, list[str]] = {}
-    cuts, steps = set[int](), set[int]()
-    for ours, authors in of_authors(rows):
-        found.setdefault(against(ours, authors), []).append(name(ours))
-        cuts.add(ours["num_key_value_layers"])
-        steps.add(ours["steps"])
-    total, better = sum(map(len, found.values())), len(found.pop("met", ()))
-    others = "; ".join(
-        f"{outcome}: {' / '.join(names)}" for outcome, names in sorted(found.items())
-    )
-    return (
-        f"better than the authors' recipe at its best learning rate after the same steps: {better} "
-        f"of {total} rows (K = {_listed(cuts)}, {_listed(steps)} steps)"
-        + (f"; {others}" if others else "")
-    )
+def _about(document: dict[str, Any]) -> str:
+    teacher = _teacher(document)["name"]
+    made = "" if teacher == "demo" else f"{made_by(document)} "
+    page = f"[All students](results/{page_name(teacher)}) are on another page, with intervals."
+    return f"{describe(document)} {made}{page}"
 
 
 def _listed(numbers: Iterable[int]) -> str:
-    return ", ".join(map(str, sorted(numbers))) or "none"
+    return " and ".join(map(str, numbers))
 
 
 def title(teacher: str) -> str:
@@ -152,15 +100,18 @@ def pages(documents: Iterable[dict[str, Any]]) -> Iterator[tuple[str, str]]:
         )
         about = f"{describe(document)} {describe_answers(document)}"
         command += f" {_measured_on(document['devices'])}"
-        parts = [about, f"Made by {command}", merging, LEGEND]
-        lines = [f"- {line}" for line in verdict(document["rows"])[0]]
+        parts, rows = [about, f"Made by {command}", merging, LEGEND], document["rows"]
+        half = ["## Half of the layers", COLUMNS, half_table(rows)]
+        lines = [f"- {line}" for line in verdict(rows)[0]]
         yield (
             page_name(teacher),
             "\n\n".join(
                 [
                     f"# {title(teacher)}: all students",
                     *parts,
-                    rows_table(document["rows"]),
+                    *half,
+                    "## All students",
+                    rows_table(rows),
                     "## Bars and verdicts",
                     "\n".join(lines),
                 ]
@@ -205,61 +156,6 @@ def made_by(document: dict[str, Any]) -> str:
     return (
         f"`{command}` trains this teacher on the source of installed packages. The held-out text "
         f"comes from other packages.{note}"
-    )
-
-
-def summary_table(rows: Sequence[Row]) -> str:
-    """Students at half of the layers, one line for each group size, start and number of steps."""
-    found, shown = {key(row): row for row in rows if row["share"] == 0.5}, verdicts(rows)
-    lines = []
-    for group in SUMMARY_GROUPS:
-        for start in ("authors", "closed-form"):
-            fitted = "own" if start == "closed-form" else "boundary"
-            for steps in (0, 64, 512):
-                boundary, own = (
-                    next(
-                        (
-                            row
-                            for each, row in found.items()
-                            if each[1:] == (group, start, steps, mode, kv, "distillation")
-                        ),
-                        None,
-                    )
-                    for mode, kv in (("boundary", "boundary"), ("own+64", fitted))
-                )
-                if boundary or own:
-                    lines.append(_summary_line(boundary, own, shown))
-    return markdown.table(SUMMARY_HEADER, lines)
-
-
-def _summary_line(boundary: Row | None, own: Row | None, shown: dict) -> tuple[str, ...]:
-    row = boundary or own
-    assert row is not None
-    whole = boundary and boundary["all"]
-    return (
-        str(row["key_value_group_size"]),
-        f"`{row['start']}`",
-        steps_of(row),
-        f"{whole['above']['value']:+.2%}" if whole else "",
-        *_summary_cells(boundary, shown),
-        *_summary_cells(own, shown, beside=row),
-    )
-
-
-def _summary_cells(
-    row: Row | None, shown: dict[tuple, str], beside: Row | None = None
-) -> tuple[str, ...]:
-    """After the prompt: perplexity above the teacher, KL, nats lost on far tokens; the verdict. The
-    learning rate is named where it is not that of `beside`."""
-    if row is None:
-        return ("",) * 4
-    answers, rate = row["answers"], row["learning_rate"]
-    other = row["steps"] and beside is not None and rate != beside["learning_rate"]
-    return (
-        f"{answers['above']['value']:+.2%}" + (f" at {rate:g}" if other else ""),
-        f"{answers['kl']['value']:.4f}",
-        f"{row['far']['difference']['value']:+.3f}" if row["far"] else "",
-        shown[key(row)],
     )
 
 

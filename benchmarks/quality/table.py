@@ -28,7 +28,7 @@ HEADER = (
     "blocks",
     "verdict",
 )
-_VERDICTS = {"met": "better", "not met": "worse", "mixed": "mixed", "undecided": "undecided"}
+VERDICT_NAMES = {"met": "better", "not met": "worse", "mixed": "mixed", "undecided": "undecided"}
 
 
 def table(document: dict[str, Any]) -> str:
@@ -45,7 +45,9 @@ def rows_table(rows: Sequence[Row]) -> str:
 
 def verdicts(rows: Sequence[Row]) -> dict[tuple, str]:
     """Of each row, by its key."""
-    beside = {key(ours): _VERDICTS[against(ours, authors)] for ours, authors in of_authors(rows)}
+    beside = {
+        key(ours): VERDICT_NAMES[against(ours, authors)] for ours, authors in of_authors(rows)
+    }
     return {
         key(row): ", ".join(
             filter(None, [beside.get(key(row)), "refused" if is_refused(row) else ""])
@@ -115,7 +117,7 @@ VERDICTS = "\n\n".join(
         "Two figures count as different if they are more than two standard errors over seeds "
         "apart. If both students have one seed, they count as different if the 95 % interval of "
         "their difference over the files does not include 0; where a result has no sums of each "
-        "file (t1), if their intervals do not overlap. A far loss below 0 counts "
+        "file (older ones), if their intervals do not overlap. A far loss below 0 counts "
         "as 0. A lower figure does not count if the best learning rate of the authors' recipe is "
         "the smallest or the largest that was tried, because another rate may be better. The best "
         "rates of both recipes are chosen by the perplexity on the same files that the tables "

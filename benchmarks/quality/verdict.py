@@ -102,23 +102,30 @@ def verdict(rows: Sequence[Row]) -> tuple[list[str], bool]:
 
 def _bars(rows: Sequence[Row]) -> Iterator[tuple[str, bool]]:
     for bar in BARS:
-        row = bar.row(rows)
-        value = None if row is None else _figure(row, bar.figure)
-        if row is None or value is None:
-            yield f"not measured: {_bar_name(bar)}", True
+        value = measured(bar, rows)
+        if value is None:
+            yield f"not measured: {bar_name(bar)}", True
             continue
-        # On far tokens a gain is a deviation from the teacher too.
-        met = (abs(value) if bar.figure == "far" else value) <= bar.limit
-        shown, limit = (
-            (f"{value:+.3f} nats", f"{bar.limit:+.3f}")
-            if bar.figure == "far"
-            else (f"{value:+.2%}", f"{bar.limit:+.2%}")
-        )
-        words = f"{name(row)}: {_FIGURES[bar.figure]} {shown} (bar {limit})"
-        yield f"{'met' if met else 'not met'}: {words}", met
+        words = f"{bar_name(bar)} {shown(bar, value)} (bar {shown(bar, bar.limit)})"
+        yield f"{'met' if is_met(bar, value) else 'not met'}: {words}", is_met(bar, value)
 
 
-def _bar_name(bar: Bar) -> str:
+def measured(bar: Bar, rows: Sequence[Row]) -> float | None:
+    """The figure that a bar limits, if it was measured."""
+    row = bar.row(rows)
+    return None if row is None else _figure(row, bar.figure)
+
+
+def is_met(bar: Bar, value: float) -> bool:
+    """On far tokens a gain is a deviation from the teacher too."""
+    return (abs(value) if bar.figure == "far" else value) <= bar.limit
+
+
+def shown(bar: Bar, value: float) -> str:
+    return f"{value:+.3f} nats" if bar.figure == "far" else f"{value:+.2%}"
+
+
+def bar_name(bar: Bar) -> str:
     steps = f"{bar.steps} steps" if bar.steps else "untrained"
     start = "closed-form" if bar.mode == "boundary" else "closed-form, own"
     return (

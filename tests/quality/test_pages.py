@@ -1,5 +1,6 @@
 """Figures of quality that the pages quote are the measured ones."""
 
+import itertools
 import json
 import statistics
 from collections.abc import Iterable
@@ -40,9 +41,9 @@ def star(row: table.Row) -> str:
     return " *" if far(row) > MAX_FAR_LOSS else ""
 
 
-def far_cells(rows: Iterable[table.Row | None]) -> str:
-    """Of a table; empty where a student was not measured."""
-    return "".join(f" {far(row):+.3f}{star(row)} |" if row else " |" for row in rows)
+def far_cells(rows: Iterable[table.Row]) -> str:
+    """Of a table."""
+    return "".join(f" {far(row):+.3f}{star(row)} |" for row in rows)
 
 
 def above(row: table.Row) -> float:
@@ -65,13 +66,13 @@ def test_calibration():
         assert f"| {group} | {' | '.join(cells)} |" in text
     students = [("authors", 0), ("closed-form", 0), ("closed-form", 64), ("closed-form", 512)]
     students += [("authors", 64), ("authors", 512)]
-    for name, lower in ("demo", 4), ("t2", 12), ("t2", 8):
-        for group in 1, 2, 4:
-            found = [rows[name].get((lower, group, *student, *mode)) for student in students]
+    for name, lower in ("demo", 4), ("t2", 12), ("t2", 10), ("t2", 8):
+        for group in (1, 2) if lower == 10 else (1, 2, 4):
+            found = [rows[name][lower, group, *student, *mode] for student in students]
             assert f"| {name}, {lower} of {LAYERS[name]} | {group} |{far_cells(found)}" in text
     for name, layers in LAYERS.items():
         quarter = [far(row) for key, row in rows[name].items() if key[0] == layers // 4]
-        assert quarter and min(quarter) > 1, "every student of both loses more than a nat"
+        assert quarter and min(quarter) > 1, "every student loses more than a nat"
     copied, fitted = (
         "{value:.3f} nats [{low:.3f}, {high:.3f}]".format(**found["far"]["difference"])
         for found in (rows["t2"][10, 1, start, 0, *mode] for start in ("authors", "closed-form"))
@@ -138,24 +139,29 @@ def test_generated_keys_and_values():
         ]
         assert f"| {name} | {lower} of {LAYERS[name]} | {' | '.join(cells)} |" in text
     demo = rows["demo"]
-    for group in 2, 4:
-        for steps in 64, 512:
-            found = [
-                demo[4, group, "closed-form", steps, mode, fitted, "distillation"]
-                for mode, fitted in (
-                    ("boundary", "boundary"),
-                    ("own+64", "boundary"),
-                    ("own+64", "own"),
-                )
-            ]
-            assert f"| {group} | {steps} | {' | '.join(map(own, found))} |" in text
-            _, plain, scaled = found
-            assert far(scaled) < far(plain) and above(scaled) > above(plain) - 5e-4
-        losses = [
-            far(demo[4, group, "closed-form", steps, "own+64", "boundary", "distillation"])
-            for steps in (64, 512)
+    serving = ("boundary", "boundary"), ("own+64", "boundary"), ("own+64", "own")
+    raised: dict[str, float] = {}
+    for (name, lower), group, steps in itertools.product(
+        (("demo", 4), ("t2", 12)), (2, 4), (64, 512)
+    ):
+        found = [
+            rows[name][lower, group, "closed-form", steps, *how, "distillation"] for how in serving
         ]
-        assert losses[0] < losses[1], "the longer they are trained"
+        where = f"| {name} | {lower} of {LAYERS[name]} | {group} | {steps} |"
+        assert f"{where} {' | '.join(map(own, found))} |" in text
+        assert {row["learning_rate"] for row in found} == {0.008 if name == "demo" else 0.002}
+        _, plain, scaled = found
+        assert far(scaled) < far(plain) and above(scaled) > above(plain) - 5e-4
+        raised[name] = max(raised.get(name, 0.0), above(scaled) - above(plain))
+        of_far = [f"{row['far']['kl']['value']:.3f}" for row in (plain, scaled)]
+        if (name, steps) != ("t2", 64):  # of those the page says that it rises
+            assert " to ".join(of_far) in text
+        assert (of_far[0] > of_far[1]) == ((name, steps) == ("demo", 512))
+        if (name, steps) == ("t2", 512):
+            assert far(plain) < MAX_FAR_LOSS, "below the limit without scaling too"
+    assert "by at most {:.1f} %, for t2 by up to {:.1f} %".format(
+        100 * raised["demo"], 100 * raised["t2"]
+    ) in text.replace("for demo by at most", "by at most")
     opposite, scaled = (
         [demo[4, g, "closed-form", 64, "own+64", order, "distillation"] for g in (2, 4)]
         for order in ("train-own", "own")
@@ -166,15 +172,20 @@ def test_generated_keys_and_values():
     averages = ", ".join(f"{above(row) * 100:+.2f} %" for row in opposite)
     of_far = ", ".join(f"{row['far']['kl']['value']:.3f}" for row in opposite)
     assert f"Perplexity ({averages}) and the KL on far tokens ({of_far})" in text
-    trained = [
-        demo[4, 1, "closed-form", steps, "own+64", "own", "distillation"] for steps in (0, 64, 512)
-    ]
-    for row in trained:
-        kl, of_far = row["answers"]["kl"]["value"], row["far"]["kl"]["value"]
-        line = f"| {row['steps']} | {above(row):+.2%} | {kl:.4f} | {far(row):+.3f} | {of_far:.4f} |"
-        assert line in text
-    assert all(far(row) > far(trained[0]) for row in trained[1:])
-    assert {row["learning_rate"] for row in trained[1:]} == {DEMO.learning_rate}
+    for name, lower in ("demo", 4), ("t2", 12), ("t2", 10), ("t2", 8):
+        trained = [
+            rows[name][lower, 1, "closed-form", steps, "own+64", "own", "distillation"]
+            for steps in (0, 64, 512)
+        ]
+        for row in trained:
+            kl, of_far = row["answers"]["kl"]["value"], row["far"]["kl"]["value"]
+            cells = f"{above(row):+.2%} | {kl:.4f} | {far(row):+.3f} | {of_far:.4f}"
+            where = f"| {name} | {lower} of {LAYERS[name]} | {row['steps']} |"
+            assert f"{where} {cells} |" in text
+        late_enough = (name, lower) != ("t2", 8)
+        assert all((far(row) > far(trained[0])) == late_enough for row in trained[1:])
+        assert above(trained[2]) < above(trained[0]), "nearer on average"
+        assert {row["learning_rate"] for row in trained[1:]} == {DEMO.learning_rate}
     lower = demo[3, 1, "closed-form", 64, "own+64", "own", "distillation"]
     assert f"{far(lower):+.3f} nats after 64 steps" in text and far(lower) > MAX_FAR_LOSS
 
@@ -223,9 +234,11 @@ def student(
     steps: int,
     serving: str = "boundary",
     lower: int | None = None,
+    fitted: str | None = None,
 ):
-    """A student with half of the layers cut, unless `lower` says how many are left."""
-    mode = serving, serving.split("+")[0], "distillation"
+    """A student with half of the layers cut, unless `lower` says how many are left, and trained for
+    what it is served with unless `fitted` says for what."""
+    mode = serving, fitted or serving.split("+")[0], "distillation"
     return rows_of(teacher)[lower or HALF[teacher], group, start, steps, *mode]
 
 
@@ -246,8 +259,8 @@ def table_line(page: str, name: str) -> str:
         ("demo, 1/2, then 64 steps of training", "demo", 4, 64),
         ("demo, 1/2, then 512 steps", "demo", 4, 512),
         ("t2, 1/4, calibrated without training", "t2", 12, 0),
-        ("t2, 1/4, then 64 steps of training", "t2", 12, 64),
-        ("t2, 1/2, then 64 steps of training", "t2", 8, 64),
+        ("t2, 1/4, then 512 steps", "t2", 12, 512),
+        ("t2, 1/2, then 512 steps", "t2", 8, 512),
     ],
 )
 def test_the_table_of_the_readme(name, teacher, lower, steps):
@@ -270,8 +283,6 @@ def test_the_sentences_of_the_readme():
     ]
     assert f"last 64 tokens give {both[0]} (demo, 1/2) and {both[1]} (t2, 3/8) in answers" in text
     assert f"More than {limit} nats there" in text
-    # "for `t2` half is too early, also after 512 steps"
-    assert far(student("t2", 1, "closed-form", 512)) > limit
     cuts = {cut["num_key_value_layers"]: cut["prefill_flops_share"] for cut in analysis_of_t2()}
     assert "leaves {:.0f}, {:.0f} or {:.0f} % of".format(*(100 * cuts[k] for k in (12, 10, 8))) in (
         text
@@ -300,10 +311,11 @@ def test_choosing_the_cut():
     assert "layer 10 with R² {:.3f}, from that of layer 9 with {:.3f}".format(*of_layer) in text
     modes = ("boundary", "boundary"), ("own+64", "own"), ("own+64", "boundary")
     rows = rows_of("t2")
+    columns = (0, 0), (64, 0), (512, 0), (0, 1), (64, 1), (512, 1), (64, 2), (512, 2)
     for lower in 12, 10, 8:
         found = [
-            rows.get((lower, 1, "closed-form", steps, *modes[mode], "distillation"))
-            for steps, mode in ((0, 0), (64, 0), (512, 0), (0, 1), (64, 2))
+            rows[lower, 1, "closed-form", steps, *modes[mode], "distillation"]
+            for steps, mode in columns
         ]
         assert f"| {lower} |{far_cells(found)}" in text
     plain = rows[10, 1, "closed-form", 0, *modes[0], "distillation"]
@@ -320,23 +332,40 @@ def test_where_the_loss_of_t2_is():
     )
     assert f"it is {fitted} on far tokens; {keys} with the teacher's keys in" in text
     assert f"in place of the fitted ones; {values} with its values" in text
-    mode = 10, 1, "closed-form", 0, "boundary", "boundary", "distillation"
-    assert f"at 62.5 % ({far(rows_of('t2')[mode]):+.3f} nats) only" in text
 
 
-@pytest.mark.parametrize(
-    ("teacher", "steps"), [("demo", 64), ("demo", 512), ("t2", 64)], ids=lambda value: str(value)
-)
-def test_beside_the_authors_recipe(teacher, steps):
+@pytest.mark.parametrize("steps", [64, 512])
+@pytest.mark.parametrize(("teacher", "lower", "cut"), [("demo", 4, 2), ("t2", 12, 4), ("t2", 8, 2)])
+def test_beside_the_authors_recipe(teacher, lower, cut, steps):
+    both = []
     for recipe, start in ("authors", "authors"), ("this package", "closed-form"):
-        rows = [student(teacher, group, start, steps) for group in (1, 2, 4)]
+        rows = [student(teacher, group, start, steps, lower=lower) for group in (1, 2, 4)]
+        both.append(rows)
         if recipe == "authors":  # "the best of three or more learning rates"
             for row in rows:
                 tried = sorted(map(float, row["perplexity_of_rates"]))
                 assert len(tried) >= 3 and row["learning_rate"] in tried[1:-1]
+        elif teacher == "t2":
+            assert {row["learning_rate"] for row in rows} == {DEMO.learning_rate}
         cells = (f"{100 * above_all(row):.1f} %, {far(row):.3f} nats{star(row)}" for row in rows)
-        name = f"{teacher}, {recipe}, {steps}"
+        name = f"{teacher}, 1/{cut}, {recipe}, {steps}"
         assert table_line("docs/training.md", name) == f"| {name} | {' | '.join(cells)} |"
+    for theirs, ours in list(zip(*both, strict=True))[1:]:  # "with groups", in every cell
+        assert verdict.against(ours, theirs) == "met"
+
+
+def test_beside_the_authors_recipe_without_groups():
+    """Perplexities of t2 after 512 steps."""
+    text, ratios = page("training.md"), {}
+    for lower in 12, 10, 8, 6:
+        ours, theirs = (
+            student("t2", 1, start, 512, lower=lower) for start in ("closed-form", "authors")
+        )
+        ratios[lower] = ours["all"]["perplexity"] / theirs["all"]["perplexity"] - 1
+        assert far(ours) < far(theirs), "loses as little or less"
+    assert max(ratios[12], ratios[10]) < 0
+    shown = f"(by {100 * ratios[8]:.1f} and {100 * ratios[6]:.1f} %)"
+    assert f"the authors' with 50 and 37.5 % {shown}" in text
 
 
 def test_beside_the_authors_recipe_with_own_keys_and_values():
@@ -357,3 +386,12 @@ def test_beside_the_authors_recipe_with_own_keys_and_values():
         far(student("demo", 1, "closed-form", 0, serving)) for serving in ("own", "own+64")
     ]
     assert max(untrained) < min(losses["authors"])
+    gaps = [
+        far(student("t2", 1, "closed-form", steps, serving, lower, "boundary"))
+        - far(student("t2", 1, "authors", steps, serving, lower, "boundary"))
+        for lower in (12, 10, 8)
+        for steps in (64, 512)
+        for serving in ("own", "own+64")
+    ]
+    assert f"lose less there too, by {min(gaps[:4]):.3f} to {max(gaps[:4]):.3f} nats" in text
+    assert max(gaps[4:]) < 0, "at 62.5 and 50 % they lose more"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.quality import plot, students, table
-from benchmarks.quality.sections import made_by, page_name, pages, sections, summary_table
+from benchmarks.quality import overview, plot, students, table
+from benchmarks.quality.sections import made_by, page_name, pages, section
 from swiftkv_jax.config import GENERATED_KV
 from tests.quality.made_rows import HALF, cell, document, rows, trained
 
@@ -23,13 +23,17 @@ def documents():
     return [other, document(*rows(HALF, cell(2.1))), document(*PAIR)]
 
 
-def test_a_section_for_each_teacher():
-    demo, of_t1 = sections(documents())
-    assert demo.startswith("## What each cut costs in quality\n")
-    assert table.TERMS in demo and table.VERDICTS in demo
-    assert of_t1.startswith("## What each cut costs in quality: the teacher t1\n")
-    assert table.TERMS not in of_t1 and "- not met: 50.0%, g = 1" in of_t1
-    assert "met: 50.0%, g = 2" not in demo and f"(results/{page_name('t1')})" in of_t1
+def test_the_section_has_all_teachers():
+    text = section(documents())
+    assert text.startswith("## What each cut costs in quality\n")
+    assert text.count(table.TERMS) == text.count(table.VERDICTS) == 1
+    assert text.index("The demo model (8 layers)") < text.index("`python -m benchmarks.teachers t1")
+    assert f"(results/{page_name('demo')})" in text and f"(results/{page_name('t1')})" in text
+    assert "| demo | 4 of 8 | 1 | +10.5%, +0.000 |  |" in text
+    assert "| t1 | 4 of 8 | 1 | +22.1%, +0.000 |  |" in text
+    required = "50.0%, g = 1, closed-form, untrained, boundary: perplexity above the teacher"
+    assert f"| {required} | +0.70% | +10.52%, missed | +22.14%, missed |" in text
+    assert "| demo | `boundary` | `boundary` | 1 | 0 | 0 | 0 |" in text
 
 
 def test_a_page_for_each_teacher():
@@ -55,7 +59,7 @@ def test_a_teacher_is_made_by_its_command():
     assert "`python -m benchmarks.teachers t1 FOLDER` trains" in whole and "under" not in whole
 
 
-def test_the_summary_has_half_of_the_layers():
+def test_the_table_of_half_of_the_layers():
     """A line for each student, with the figures of `own+64` where they were measured: those of the
     closed form that is fitted to it."""
     modes = ("boundary", "own", "own+64")
@@ -65,7 +69,7 @@ def test_the_summary_has_half_of_the_layers():
     )
     copied = rows(students.Arm(4, 2, "authors", 0), cell(2.3))
     lower = rows(students.Arm(6, 1, "closed-form", 0), cell(2.0))
-    header, _, *lines = summary_table([*lower, *plain, *fitted, *copied]).splitlines()
+    header, _, *lines = overview.half_table([*lower, *plain, *fitted, *copied]).splitlines()
     assert len({line.count("|") for line in (header, *lines)}) == 1
     figures = "+10.52% | +10.52% | 0.1000 | +0.200 | refused | +1.01% | 0.1000 | +0.200 | refused"
     assert lines == [
@@ -74,14 +78,50 @@ def test_the_summary_has_half_of_the_layers():
     ]
 
 
+def test_the_table_of_cuts():
+    """Half of the layers and more; a star for what is refused."""
+    lost = students.Arm(4, 2, "closed-form", 64), students.Arm(4, 2, "authors", 512)
+    found = [
+        *rows(students.Arm(6, 1, "closed-form", 0), cell(2.1)),
+        *rows(lost[0], cell(2.1, far=2.2)),
+        *rows(lost[1], cell(2.2)),
+        *rows(students.Arm(2, 1, "closed-form", 0), cell(2.1)),
+    ]
+    _, _, *lines = overview.cuts_table({"demo": document(*found)}).splitlines()
+    assert lines == [
+        "| demo | 6 of 8 | 1 | +10.5%, +0.000 |  |  |  |  |",
+        "| demo | 4 of 8 | 2 |  | +10.5%, +0.200 * |  |  | +22.1%, +0.000 |",
+    ]
+
+
+def test_comparisons_are_counted_by_serving():
+    """`own` with and without a tail together, and by what students are trained for."""
+    modes = ("boundary", "own", "own+64")
+    ours = [
+        row
+        for kv in GENERATED_KV
+        for row in rows(students.Arm(4, 1, "closed-form", 32, kv), cell(2.1, modes=modes))
+        if (row["mode"], kv) != ("boundary", "own")
+    ]
+    theirs = rows(students.Arm(4, 1, "authors", 32), cell(2.2, modes=modes))
+    for row in theirs:
+        row["perplexity_of_rates"] = {"0.001": 9.9, "0.002": 9.0, "0.004": 9.9}
+    _, _, *lines = overview.comparisons_table({"t1": document(*ours, *theirs)}).splitlines()
+    assert lines == [
+        "| t1 | `boundary` | `boundary` | 1 | 0 | 0 | 0 |",
+        "| t1 | `own` | `boundary` | 2 | 0 | 0 | 0 |",
+        "| t1 | `own` | `own` | 2 | 0 | 0 | 0 |",
+    ]
+
+
 @pytest.mark.parametrize(("rate", "shown"), [(4e-3, ""), (1e-4, " at 0.0001")])
-def test_the_summary_names_the_rate_of_own_where_it_is_another(rate, shown):
+def test_that_table_names_the_rate_of_own_where_it_is_another(rate, shown):
     modes = ("boundary", "own", "own+64")
     plain, fitted = (
         rows(students.Arm(4, 1, "closed-form", 64, kv), cell(2.1, rate=each, modes=modes))
         for kv, each in zip(GENERATED_KV, (4e-3, rate), strict=True)
     )
-    line = summary_table([*plain, *fitted]).splitlines()[-1]
+    line = overview.half_table([*plain, *fitted]).splitlines()[-1]
     assert "| 64 at 0.004 | +10.52% | +10.52% |" in line and f"| +10.52%{shown} |" in line
 
 
