@@ -368,7 +368,9 @@ def test_drawings_are_those_of_the_program(name, tmp_path):
     assert (tmp_path / "drawn").read_text() == committed.read_text()
 
 
-@pytest.mark.parametrize("name", ["prefill", "analysis", "analysis-t2", "run", "quality"])
+@pytest.mark.parametrize(
+    "name", ["prefill", "analysis", "analysis-t2", "run", "quality", "quality-teachers"]
+)
 def test_plots_can_be_drawn_again(name, tmp_path):
     pytest.importorskip("matplotlib")
     draw, ending = pictures()[name]

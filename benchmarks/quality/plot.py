@@ -1,8 +1,9 @@
-"""A picture of a result: perplexity and the loss on far tokens over K."""
+"""Pictures of results: perplexity and the loss on far tokens over K."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +14,72 @@ from .verdict import MAX_FAR_LOSS, Row, key
 STEPS = 64
 GROUPS = {1: ("o", 5), 2: ("D", 5), 4: ("s", 10), None: ("^", 6)}
 """Group sizes that have a line each, with marker and its size; None is all upper layers."""
+MARKERS = ("o", 5), ("D", 5), ("^", 6)
+"""Of teachers."""
 _STARTS = (("closed-form", "-", "closed form"), ("authors", "--", "authors' recipe"))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Line:
+    """Students of a line, those with more lower layers first."""
+
+    rows: Sequence[Row]
+    label: str
+    color: str
+    marker: tuple[str, int]
+    is_dashed: bool
+
+
 def draw(document: dict[str, Any], path: Path) -> None:
-    """Write the picture of students after `STEPS` steps, served without own keys and values."""
+    """Write the picture of a teacher's students after `STEPS` steps, served without own keys and
+    values."""
     layers: int = document["layers"]
+    lines = [
+        _Line(
+            rows_of(document["rows"], layers, group, start),
+            f"g = {'all' if group is None else group}, {words}",
+            color,
+            marker,
+            style == "--",
+        )
+        for (group, marker), color in zip(GROUPS.items(), COLORS, strict=False)
+        for start, style, words in _STARTS
+    ]
+    _draw(lines, f"K of {layers} layers, %", path)
+
+
+def draw_teachers(documents: Mapping[str, dict[str, Any]], path: Path) -> None:
+    """Write the picture of all teachers' students from the closed form without groups, untrained
+    and after `STEPS` steps."""
+    lines = [
+        _Line(
+            rows_of(document["rows"], document["layers"], 1, "closed-form", steps),
+            f"{teacher}, {document['layers']} layers, {words}",
+            color,
+            marker,
+            steps > 0,
+        )
+        for (teacher, document), color, marker in zip(
+            documents.items(), COLORS, MARKERS, strict=False
+        )
+        for steps, words in ((0, "untrained"), (STEPS, f"{STEPS} steps"))
+    ]
+    _draw(lines, "K, % of the layers", path)
+
+
+def _draw(lines: Sequence[_Line], label: str, path: Path) -> None:
     with figure(9, 4.2, 1, 2) as (picture, (above, far)):
-        for (group, (marker, size)), color in zip(GROUPS.items(), COLORS, strict=False):
-            for start, style, words in _STARTS:
-                rows = rows_of(document["rows"], layers, group, start)
-                shares = [100 * row["share"] for row in rows]
-                label = f"g = {'all' if group is None else group}, {words}"
-                settings: Any = {"color": color, "linestyle": style, "label": label}
-                settings |= {"marker": marker, "markersize": size, "zorder": 3 - size / 100}
-                settings |= {"markerfacecolor": color if style == "-" else "white"}
-                excess = [100 * row["all"]["above"]["value"] for row in rows]
-                above.plot(shares, excess, **settings)
-                lost = [row["far"]["difference"]["value"] for row in rows]
-                far.plot(shares, lost, **settings)
+        for line in lines:
+            marker, size = line.marker
+            settings: Any = {"color": line.color, "label": line.label, "zorder": 3 - size / 100}
+            settings |= {"linestyle": "--" if line.is_dashed else "-"}
+            settings |= {"marker": marker, "markersize": size}
+            settings |= {"markerfacecolor": "white" if line.is_dashed else line.color}
+            shares = [100 * row["share"] for row in line.rows]
+            excess = [100 * row["all"]["above"]["value"] for row in line.rows]
+            above.plot(shares, excess, **settings)
+            lost = [row["far"]["difference"]["value"] for row in line.rows]
+            far.plot(shares, lost, **settings)
         above.set(title="Perplexity above the teacher, %, log scale", yscale="log")
         above.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         far.set(title="Nats lost on far tokens")
@@ -45,21 +93,29 @@ def draw(document: dict[str, Any], path: Path) -> None:
             color=COLORS[-1],
         )
         for axes in above, far:
-            axes.set_xlabel(f"K of {layers} layers, %")
-            axes.set_xticks(sorted({100 * row["share"] for row in document["rows"]}))
+            axes.set_xlabel(label)
+            axes.set_xticks(_shares(lines))
             axes.invert_xaxis()
         picture.legend(
-            *above.get_legend_handles_labels(), loc="outside lower center", ncols=len(GROUPS)
+            *above.get_legend_handles_labels(),
+            loc="outside lower center",
+            ncols=len({line.color for line in lines}),
         )
         picture.savefig(path, dpi=100)
 
 
-def rows_of(rows: Sequence[Row], layers: int, group: int | None, start: str) -> list[Row]:
+def _shares(lines: Iterable[_Line]) -> list[float]:
+    return sorted({100 * row["share"] for line in lines for row in line.rows})
+
+
+def rows_of(
+    rows: Sequence[Row], layers: int, group: int | None, start: str, steps: int = STEPS
+) -> list[Row]:
     """The students of a line, those with more lower layers first."""
     found = [
         row
         for row in rows
-        if key(row)[2:] == (start, STEPS, "boundary", "boundary", "distillation")
+        if key(row)[2:] == (start, steps, "boundary", "boundary", "distillation")
         and row["key_value_group_size"] == (group or layers - row["num_key_value_layers"])
     ]
     return sorted(found, key=lambda row: -row["share"])

@@ -57,9 +57,12 @@ def section(documents: Iterable[dict[str, Any]]) -> str:
         f"tokens. Stars mark those that are refused. Cuts below half of the layers are on the "
         f"teachers' pages. Empty cells were not measured.",
         cuts_table(teachers),
-        f"![Perplexity above the teacher and nats lost on far tokens over K](img/{PICTURE}.png)",
-        f"The plot shows students of the demo model after {PLOTTED} steps, served `boundary`. With "
-        f"`g = all` all upper layers share one cache.",
+        f"![Perplexity above the teacher and nats lost on far tokens over K, of all teachers]"
+        f"(img/{PICTURE}-teachers.png)",
+        f"All teachers' students from the closed form without groups, and the demo model's with "
+        f"groups after {PLOTTED} steps, all served with `boundary`. With `g = all` all upper "
+        f"layers share one cache.",
+        f"![The same of the demo model with groups and by both recipes](img/{PICTURE}.png)",
         VERDICTS,
         comparisons_table(teachers),
         bars_table(teachers),

@@ -3,9 +3,8 @@
     python docs/img/make_pictures.py             all of them, into docs/img/
     python docs/img/make_pictures.py pages       one
 
-The drawings (`swiftkv`, `stacks`, `pages`, `engine-step`) are SVG written here. The plots
-(`prefill`, `prefill-h100`, `analysis`, `analysis-t2`, `run`, `quality`) are drawn from committed
-measurements.
+The drawings (`swiftkv`, `stacks`, `pages`, `engine-step`) are SVG written here. The others are
+plots of committed measurements.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import sys
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 DATA = HERE / "data"
@@ -321,12 +321,25 @@ def run(path: Path) -> None:
 
 def quality(path: Path) -> None:
     """Students of the demo model over K, from all results of the quality benchmark."""
-    sys.path.insert(0, str(HERE.parents[1]))
     from benchmarks.quality.plot import draw
+
+    draw(_measured_students()["demo"], path)
+
+
+def quality_teachers(path: Path) -> None:
+    """Students of all teachers over K, from the same results."""
+    from benchmarks.quality.plot import draw_teachers
+
+    draw_teachers(_measured_students(), path)
+
+
+def _measured_students() -> dict[str, Any]:
+    """Teacher -> its results."""
+    sys.path.insert(0, str(HERE.parents[1]))
     from benchmarks.quality.sections import by_teacher
     from benchmarks.result_files import quality_documents
 
-    draw(by_teacher(quality_documents())["demo"], path)
+    return by_teacher(quality_documents())
 
 
 PICTURES: dict[str, tuple[Callable[[Path], None], str]] = {
@@ -340,6 +353,7 @@ PICTURES: dict[str, tuple[Callable[[Path], None], str]] = {
     "analysis-t2": (functools.partial(analysis, data="analysis-t2.json"), "png"),
     "run": (run, "svg"),
     "quality": (quality, "png"),
+    "quality-teachers": (quality_teachers, "png"),
 }
 
 
