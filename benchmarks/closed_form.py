@@ -17,7 +17,7 @@ import logging
 import math
 import operator
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -190,8 +190,8 @@ def compared(teacher: Teacher, found: Scores, mask: str) -> dict[str, float]:
     }
 
 
-def limits(document: dict[str, Any]) -> str:
-    """The section of the page of measurements."""
+def limits(document: dict[str, Any], *others: dict[str, Any]) -> str:
+    """The section of the page of measurements: of a teacher, and a short table of others."""
     return section(
         "What limits the closed form",
         "The demo model with half of its layers as lower ones, no groups and no training, on the "
@@ -206,7 +206,21 @@ def limits(document: dict[str, Any]) -> str:
             "`own`: after the prompt, far".split(", "),
             list(_lines(document["cells"])),
         ),
+        *([_OTHERS, table(_OTHERS_HEADER, _lines_of_others(others))] if others else []),
     )
+
+
+_OTHERS = (
+    "The same of larger teachers with the default number of calibration tokens, on 104 rows of "
+    "their held-out text (`--rows 104`):"
+)
+_OTHERS_HEADER = ("teacher", *(f"exact: {name}" for name in EXACT))
+
+
+def _lines_of_others(documents: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    for document in documents:
+        found = {cell["exact"]: ", ".join(_lost(cell)) for cell in document["cells"]}
+        yield document["teacher"]["name"], *(found[name] for name in EXACT)
 
 
 def _lines(cells: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:

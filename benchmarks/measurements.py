@@ -307,7 +307,7 @@ SECTIONS = (
     eight_bits,
 )
 LAST_SECTIONS = (
-    of(limits, "closed form"),
+    of(limits, "closed form", "closed form, t1", "closed form, t2"),
     of(hidden_loss, "hidden loss"),
     shipped,
     demo,
@@ -343,8 +343,9 @@ def page() -> str:
                 "# Measurements",
                 contents,
                 MARK,
-                "The first section was measured on an H100, everything else on two CPU cores "
-                "(x86-64, float32), with the commands named. **Nothing has run on a TPU yet.** "
+                "The first section was measured on an H100, as were students of the teachers t1 "
+                "and t2, everything else on two CPU cores (x86-64, float32), with the commands "
+                "named. **Nothing has run on a TPU yet.** "
                 'Sections that say "by the H200 compiler" come from programs that were compiled '
                 'but not run, and the section that says "predicted" from a performance model.',
                 *parts,

@@ -20,6 +20,7 @@ RESULT_NAMES = {
     "HTTP, a model": "http-medium-cpu",
     "8 bits": "kv-quantization-cpu",
     "closed form": "closed-form-cpu",
+    "closed form, t1": "closed-form-t1-cpu",
     "closed form, t2": "closed-form-t2-cpu",
     "hidden loss": "hidden-loss-cpu",
     "loss": "loss-compiled-for-h200",

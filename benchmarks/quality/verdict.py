@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -75,11 +76,13 @@ def key(row: Row) -> tuple[int, int, str, int, str, str, str]:
 
 
 def name(row: Row) -> str:
-    steps = f"{row['steps']} steps" if row["steps"] else "untrained"
-    return (
-        f"{row['share']:.1%}, g = {row['key_value_group_size']}, {start_of(row)}, {steps}, "
-        f"{row['mode']}"
+    return _described(row["share"], row["key_value_group_size"], start_of(row), row["steps"]) + (
+        f", served with {row['mode']}"
     )
+
+
+def _described(share: float, group: int, start: str, steps: int) -> str:
+    return f"K {share:.1%}, g = {group}, {start}, {f'{steps} steps' if steps else 'untrained'}"
 
 
 def start_of(row: Row) -> str:
@@ -126,12 +129,9 @@ def shown(bar: Bar, value: float) -> str:
 
 
 def bar_name(bar: Bar) -> str:
-    steps = f"{bar.steps} steps" if bar.steps else "untrained"
     start = "closed-form" if bar.mode == "boundary" else "closed-form, own"
-    return (
-        f"{bar.share:.1%}, g = {bar.key_value_group_size}, {start}, {steps}, "
-        f"{bar.mode}: {_FIGURES[bar.figure]}"
-    )
+    student = _described(bar.share, bar.key_value_group_size, start, bar.steps)
+    return f"{student}, served with {bar.mode}: {_FIGURES[bar.figure]}"
 
 
 def _figure(row: Row, figure: str) -> float | None:
@@ -148,9 +148,10 @@ def _figure(row: Row, figure: str) -> float | None:
 def _against_authors(rows: Sequence[Row]) -> Iterator[tuple[str, bool]]:
     """At equal tokens the closed form must be better than the authors' recipe at its best rate, in
     every mode."""
+    noise = spread_over_seeds(rows)
     for ours, authors in of_authors(rows):
         own, theirs = (row["all"] or row["answers"] for row in (ours, authors))
-        outcome = against(ours, authors)
+        outcome = against(ours, authors, noise)
         yield (
             f"{outcome}: {name(ours)}: perplexity {own['perplexity']:.3f}, authors' recipe at "
             f"its best rate ({_rate(authors)}) {theirs['perplexity']:.3f}"
@@ -169,20 +170,35 @@ def of_authors(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
             yield ours, authors
 
 
-def against(ours: Row, authors: Row) -> Outcome:
+def spread_over_seeds(rows: Sequence[Row]) -> float | None:
+    """The median, over trained students with several seeds, of the standard deviation of perplexity
+    relative to it; None if there is none."""
+    found = [row["all"] or row["answers"] for row in rows if len(row["seeds"]) > 1]
+    if not found:
+        return None
+    return statistics.median(each["perplexity_std"] / each["perplexity"] for each in found)
+
+
+def against(ours: Row, authors: Row, noise: float | None = None) -> Outcome:
     """How a student compares with the authors' by perplexity and by the loss on far tokens.
 
-    Two figures differ where they are more than two standard errors over seeds apart, or, with one
-    seed each, where the interval of their difference over the files does not include 0 (of rows
-    without sums of files: where their intervals do not overlap). A loss below 0 on far tokens is no
-    gain and counts as 0. A lower figure of ours does not count where the authors' best rate is
-    the smallest or the largest that was tried: another rate may be better.
+    A figure of ours is lower if it is so by seeds and by files, and higher if it is so by one of
+    them. By seeds: by more than two standard errors. A perplexity of one seed has the relative
+    spread `noise`, if that is known. By files: the interval of the difference over them does not
+    include 0; of rows without sums of files, if no row has several seeds, their intervals do not
+    overlap. A loss below 0 on far tokens is no gain and counts as 0. A lower figure of ours does
+    not count where the authors' best rate is the smallest or the largest that was tried: another
+    rate may be better.
 
     `met`: perplexity is lower and the far loss is not higher. `mixed`: one is lower, the other is
     higher. `not met`: one is higher and none is lower. Else `undecided`: a lower far loss alone is
     not enough.
     """
-    signs = [_sign(*map(figure, (ours, authors))) for figure in (_perplexity, _clipped_far_loss)]
+    both = ours, authors
+    signs = [
+        _sign(*(_perplexity(row, noise) for row in both)),
+        _sign(*(_clipped_far_loss(row) for row in both)),
+    ]
     if _at_edge(authors):
         signs = [max(sign, 0) for sign in signs]
     if 1 in signs:
@@ -191,51 +207,67 @@ def against(ours: Row, authors: Row) -> Outcome:
 
 
 class _Figure(NamedTuple):
-    """A mean over seeds, its standard deviation over them, its interval over the files in the unit
-    of another figure of the same kind, and its sums over the files."""
+    """A mean over seeds, its standard deviation over them if it is known, their number, its
+    interval over the files in the unit of another figure of the same kind, and its sums over the
+    files."""
 
     mean: float
-    spread: float
+    spread: float | None
     seeds: int
     low: float
     high: float
     files: Sequence[float]
 
 
-def _perplexity(row: Row) -> _Figure:
+def _perplexity(row: Row, noise: float | None) -> _Figure:
     found = row["all"] or row["answers"]
-    above = found["above"]
-    mean, spread = found["perplexity"], found["perplexity_std"]
+    above, mean, seeds = found["above"], found["perplexity"], len(row["seeds"])
+    assumed = None if noise is None else noise * mean
     files = row.get("documents", {}).get("text", ())
-    return _Figure(mean, spread, len(row["seeds"]), above["low"], above["high"], files)
+    spread = found["perplexity_std"] if seeds > 1 else assumed
+    return _Figure(mean, spread, seeds, above["low"], above["high"], files)
 
 
 def _clipped_far_loss(row: Row) -> _Figure | None:
     if not row["far"]:
         return None
-    lost, spread = row["far"]["difference"], row["far"]["student_std"]
+    lost, seeds = row["far"]["difference"], len(row["seeds"])
     mean, low, high = (max(lost[part], 0.0) for part in ("value", "low", "high"))
     files = row.get("documents", {}).get("far", ())
-    return _Figure(mean, spread, len(row["seeds"]), low, high, files)
+    return _Figure(mean, row["far"]["student_std"] if seeds > 1 else None, seeds, low, high, files)
 
 
 def _sign(ours: _Figure | None, theirs: _Figure | None) -> int:
-    """-1 where ours is lower, 1 where it is higher, 0 where they do not differ or one is unknown.
-    A figure of one seed counts as spread like the other."""
-    if ours is None or theirs is None:
+    """-1 where ours is lower, 1 where it is higher, else 0, also where one is unknown."""
+    if ours is None or theirs is None or ours.mean == theirs.mean:
         return 0
+    found = [
+        sign for sign in (_by_seeds(ours, theirs), _by_files(ours, theirs)) if sign is not None
+    ]
+    return 1 if 1 in found else min(found, key=abs)
+
+
+def _by_seeds(ours: _Figure, theirs: _Figure) -> int | None:
+    """As `_sign`; None where no spread is known. One that is unknown is that of the other."""
     both = ours, theirs
-    gap, known = ours.mean - theirs.mean, [each.spread for each in both if each.seeds > 1]
-    if known:
-        spreads = (each.spread if each.seeds > 1 else known[0] for each in both)
-        variances = (spread**2 / each.seeds for spread, each in zip(spreads, both, strict=True))
-        differ = abs(gap) > 2 * math.sqrt(sum(variances))
-    elif ours.files and theirs.files:
-        return bootstrap.difference(ours.files, theirs.files) if gap else 0
-    else:
-        lower, higher = sorted(both, key=lambda each: each.mean)
-        differ = lower.high < higher.low
-    return int(math.copysign(differ, gap))
+    known = [each.spread for each in both if each.spread is not None]
+    if not known:
+        return None
+    spreads = (known[0] if each.spread is None else each.spread for each in both)
+    variances = (spread**2 / each.seeds for spread, each in zip(spreads, both, strict=True))
+    gap = ours.mean - theirs.mean
+    return int(math.copysign(abs(gap) > 2 * math.sqrt(sum(variances)), gap))
+
+
+def _by_files(ours: _Figure, theirs: _Figure) -> int | None:
+    """As `_sign`; None where sums of files are missing and there are several seeds instead."""
+    lower, higher = sorted((ours, theirs), key=lambda each: each.mean)
+    sign = 1 if higher is ours else -1
+    if not (ours.files and theirs.files):
+        return None if max(ours.seeds, theirs.seeds) > 1 else sign * (lower.high < higher.low)
+    if lower.mean == 0:  # a loss of nothing, or a gain, which counts as nothing
+        return sign * (higher.low > 0)
+    return bootstrap.difference(ours.files, theirs.files)
 
 
 def _at_edge(row: Row) -> bool:
@@ -248,7 +280,7 @@ def _at_edge(row: Row) -> bool:
 
 
 def _rate(row: Row) -> str:
-    edge = ", the last one tried" if _at_edge(row) else ""
+    edge = ", at the edge of those tried" if _at_edge(row) else ""
     return f"{row['learning_rate']:g}{edge}"
 
 

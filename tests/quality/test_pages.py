@@ -3,15 +3,12 @@
 import itertools
 import json
 import statistics
-from collections.abc import Iterable
-from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 
 from benchmarks import measurements
 from benchmarks.quality import table, verdict
-from benchmarks.quality.sections import by_teacher
 from swiftkv_jax import cost
 from swiftkv_jax.cache import answer_bytes_per_token, bytes_per_token
 from swiftkv_jax.config import GeneratedKV
@@ -20,38 +17,20 @@ from swiftkv_jax.presets import PRESETS
 from swiftkv_jax.train.far_tokens import MAX_FAR_LOSS
 from swiftkv_jax.train.recipe import DEMO
 from swiftkv_jax.train.serving_plan import decode_bytes
-
-DOCS = Path(__file__).parents[2] / "docs"
-ROOT = DOCS.parent
-HALF = {"demo": 4, "t2": 8}
-"""Half of each teacher's layers."""
-LAYERS = {"demo": 8, "t2": 16}
-
-
-def rows_of(teacher: str) -> dict[tuple, table.Row]:
-    rows = by_teacher(measurements.quality_documents())[teacher]["rows"]
-    return {table.key(row): row for row in rows}
-
-
-def far(row: table.Row) -> float:
-    return row["far"]["difference"]["value"]
-
-
-def star(row: table.Row) -> str:
-    return " *" if far(row) > MAX_FAR_LOSS else ""
-
-
-def far_cells(rows: Iterable[table.Row]) -> str:
-    """Of a table."""
-    return "".join(f" {far(row):+.3f}{star(row)} |" for row in rows)
-
-
-def above(row: table.Row) -> float:
-    return row["answers"]["above"]["value"]
-
-
-def page(name: str) -> str:
-    return " ".join((DOCS / name).read_text(encoding="utf-8").split())
+from tests.quality.measured import (
+    DOCS,
+    HALF,
+    LAYERS,
+    above,
+    above_all,
+    far,
+    far_cells,
+    page,
+    rows_of,
+    star,
+    student,
+    table_line,
+)
 
 
 def test_calibration():
@@ -78,6 +57,12 @@ def test_calibration():
         for found in (rows["t2"][10, 1, start, 0, *mode] for start in ("authors", "closed-form"))
     )
     assert f"{copied} against {fitted.replace(' nats', '')} at K = 10 of t2" in text
+    of_t1 = [
+        [rows_of("t1")[lower, 1, start, 0, *mode] for start in ("authors", "closed-form")]
+        for lower in (10, 8)
+    ]
+    ten, eight = (f"{far(copy):.3f} against {far(fit):.3f}" for copy, fit in of_t1)
+    assert f"{ten} at K = 10 and {eight} at K = 8" in text
     for name in HALF:
         shown = rows[name][HALF[name], 1, "closed-form", 0, *mode]
         shown = 100 * shown["far"]["tokens"] / shown["answers"]["tokens"]
@@ -227,31 +212,6 @@ def test_the_cost_of_generated_keys_and_values():
     assert "pays more for it: {:.3f} instead of {:.3f} of".format(*short) in text
 
 
-def student(
-    teacher: str,
-    group: int,
-    start: str,
-    steps: int,
-    serving: str = "boundary",
-    lower: int | None = None,
-    fitted: str | None = None,
-):
-    """A student with half of the layers cut, unless `lower` says how many are left, and trained for
-    what it is served with unless `fitted` says for what."""
-    mode = serving, fitted or serving.split("+")[0], "distillation"
-    return rows_of(teacher)[lower or HALF[teacher], group, start, steps, *mode]
-
-
-def above_all(row: table.Row) -> float:
-    return row["all"]["above"]["value"]
-
-
-def table_line(page: str, name: str) -> str:
-    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
-    (line,) = (line for line in lines if line.startswith(f"| {name} |"))
-    return line
-
-
 @pytest.mark.parametrize(
     ("name", "teacher", "lower", "steps"),
     [
@@ -264,7 +224,7 @@ def table_line(page: str, name: str) -> str:
     ],
 )
 def test_the_table_of_the_readme(name, teacher, lower, steps):
-    """A star for every student that is refused."""
+    """A star for every student that loses too much on far tokens."""
     cells = []
     for group in 1, 2, 4:
         row = student(teacher, group, "closed-form", steps, lower=lower)
@@ -323,75 +283,18 @@ def test_choosing_the_cut():
     assert f"K = 10 {far(plain):.3f}" in text and f"On the {tokens} of" in text
 
 
-def test_where_the_loss_of_t2_is():
+def test_where_the_loss_of_larger_teachers_is():
+    """In t2 mostly with the keys, in t1 with keys and values alike."""
     text = page("measurements.md")
-    cells = {cell["exact"]: cell for cell in measurements.newest("closed form, t2")["cells"]}
-    fitted, keys, values = (
-        f"{cells[name]['above']:+.1%} and {cells[name]['far']:.2f} nats"
-        for name in ("nothing", "keys", "values")
-    )
-    assert f"it is {fitted} on far tokens; {keys} with the teacher's keys in" in text
-    assert f"in place of the fitted ones; {values} with its values" in text
-
-
-@pytest.mark.parametrize("steps", [64, 512])
-@pytest.mark.parametrize(("teacher", "lower", "cut"), [("demo", 4, 2), ("t2", 12, 4), ("t2", 8, 2)])
-def test_beside_the_authors_recipe(teacher, lower, cut, steps):
-    both = []
-    for recipe, start in ("authors", "authors"), ("this package", "closed-form"):
-        rows = [student(teacher, group, start, steps, lower=lower) for group in (1, 2, 4)]
-        both.append(rows)
-        if recipe == "authors":  # "the best of three or more learning rates"
-            for row in rows:
-                tried = sorted(map(float, row["perplexity_of_rates"]))
-                assert len(tried) >= 3 and row["learning_rate"] in tried[1:-1]
-        elif teacher == "t2":
-            assert {row["learning_rate"] for row in rows} == {DEMO.learning_rate}
-        cells = (f"{100 * above_all(row):.1f} %, {far(row):.3f} nats{star(row)}" for row in rows)
-        name = f"{teacher}, 1/{cut}, {recipe}, {steps}"
-        assert table_line("docs/training.md", name) == f"| {name} | {' | '.join(cells)} |"
-    for theirs, ours in list(zip(*both, strict=True))[1:]:  # "with groups", in every cell
-        assert verdict.against(ours, theirs) == "met"
-
-
-def test_beside_the_authors_recipe_without_groups():
-    """Perplexities of t2 after 512 steps."""
-    text, ratios = page("training.md"), {}
-    for lower in 12, 10, 8, 6:
-        ours, theirs = (
-            student("t2", 1, start, 512, lower=lower) for start in ("closed-form", "authors")
+    shares = {}
+    for teacher in "t1", "t2":
+        cells = measurements.newest(f"closed form, {teacher}")["cells"]
+        whole, keys, values = (
+            next(cell for cell in cells if cell["exact"] == name)
+            for name in ("nothing", "keys", "values")
         )
-        ratios[lower] = ours["all"]["perplexity"] / theirs["all"]["perplexity"] - 1
-        assert far(ours) < far(theirs), "loses as little or less"
-    assert max(ratios[12], ratios[10]) < 0
-    shown = f"(by {100 * ratios[8]:.1f} and {100 * ratios[6]:.1f} %)"
-    assert f"the authors' with 50 and 37.5 % {shown}" in text
-
-
-def test_beside_the_authors_recipe_with_own_keys_and_values():
-    """Students that are trained for `boundary`."""
-    text, rows = page("training.md"), rows_of("demo")
-    losses = {
-        start: [
-            far(rows[4, 1, start, steps, serving, "boundary", "distillation"])
-            for steps in (64, 512)
-            for serving in ("own", "own+64")
-        ]
-        for start in ("authors", "closed-form")
-    }
-    of_authors, of_ours = (f"{min(found):.3f} to {max(found):.3f}" for found in losses.values())
-    assert f"the authors' a little less ({of_authors} nats; this package's {of_ours})" in text
-    assert all(a < b for a, b in zip(*losses.values(), strict=True))
-    untrained = [
-        far(student("demo", 1, "closed-form", 0, serving)) for serving in ("own", "own+64")
-    ]
-    assert max(untrained) < min(losses["authors"])
-    gaps = [
-        far(student("t2", 1, "closed-form", steps, serving, lower, "boundary"))
-        - far(student("t2", 1, "authors", steps, serving, lower, "boundary"))
-        for lower in (12, 10, 8)
-        for steps in (64, 512)
-        for serving in ("own", "own+64")
-    ]
-    assert f"lose less there too, by {min(gaps[:4]):.3f} to {max(gaps[:4]):.3f} nats" in text
-    assert max(gaps[4:]) < 0, "at 62.5 and 50 % they lose more"
+        shown = (f"{cell['above']:+.2%}, {cell['far']:+.3f}" for cell in (whole, keys, values))
+        assert f"| {teacher} | {' | '.join(shown)} |" in text
+        shares[teacher] = [1 - cell["above"] / whole["above"] for cell in (keys, values)]
+    assert shares["t2"][0] > 2 * shares["t2"][1]
+    assert 0.8 < shares["t1"][0] / shares["t1"][1] < 1.25

@@ -10,15 +10,17 @@ def test_verdict():
     """Bars, the authors' recipe, and students that lose the far prompt."""
     good, bad = (rows(HALF, cell(2 + gap)) for gap in (0.006, 0.008))
     lines, kept = verdict.verdict(good)
-    assert kept and any(line.startswith("met: 50.0%, g = 1") for line in lines)
+    assert kept and any(line.startswith("met: K 50.0%, g = 1") for line in lines)
     assert sum(line.startswith("not measured:") for line in lines) == len(verdict.BARS) - 1
     lines, kept = verdict.verdict(bad)
-    assert not kept and any(line.startswith("not met: 50.0%") for line in lines)
+    assert not kept and any(line.startswith("not met: K 50.0%") for line in lines)
 
     assert verdict.verdict([trained("authors", (2e-3, 2.1))])[1], "nothing to compare with"
 
     lines, kept = verdict.verdict(rows(HALF, cell(2.0, far=2.2)))
-    assert kept and lines[-1].startswith("refused: 50.0%, g = 1, closed-form, untrained, boundary")
+    assert kept and lines[-1].startswith(
+        "refused: K 50.0%, g = 1, closed-form, untrained, served with boundary"
+    )
     assert "0.20 nats [0.20, 0.20] (KL 0.10) on the 20 tokens" in lines[-1]
 
 
@@ -36,8 +38,8 @@ def test_against_the_authors_recipe(ours, rates, seeds, outcome):
     pair = [trained("closed-form", (2e-3, ours), seeds=seeds), trained("authors", *rates)]
     lines, kept = verdict.verdict(pair)
     (line,) = (line for line in lines if "authors' recipe" in line)
-    assert line.startswith(f"{outcome}: 50.0%, g = 2") and kept == (outcome != "not met")
-    assert ("the last one tried" in line) == (len(rates) == 2)
+    assert line.startswith(f"{outcome}: K 50.0%, g = 2") and kept == (outcome != "not met")
+    assert ("at the edge of those tried" in line) == (len(rates) == 2)
     assert line.endswith("far tokens +0.000 nats, theirs +0.000 nats")
 
 
@@ -85,7 +87,8 @@ def test_bars_of_own_keys_and_values_are_of_students_fitted_to_them():
     assert verdict.verdict(served)[1]
     lines, kept = verdict.verdict(fitted)
     assert not kept and any(
-        "not met: 50.0%, g = 1, closed-form, own, untrained, own: far" in x for x in lines
+        "not met: K 50.0%, g = 1, closed-form, own, untrained, served with own: far" in x
+        for x in lines
     )
 
 
@@ -106,7 +109,7 @@ def test_a_gain_on_far_tokens_is_a_deviation_too():
         row = with_far(own, lost)
         row["far"]["kl"] = {"value": kl}
         lines, _ = verdict.verdict([row])
-        (line,) = (line for line in lines if "own: far tokens" in line and "met" in line[:8])
+        (line,) = (line for line in lines if "with own: far tokens" in line and "met" in line[:8])
         assert line.startswith("met") == met
         assert verdict.is_refused(row) == refused == lines[-1].startswith("refused")
 
@@ -141,13 +144,13 @@ AT_EDGE = BEST[:2]
     ],
 )
 def test_far_tokens_count_as_perplexity_does(ours, lost, authors_lost, width, rates, outcome):
-    pair = [
+    pair = (
         with_far(trained("closed-form", (2e-3, ours)), lost, width),
         with_far(trained("authors", *rates), authors_lost, width),
-    ]
+    )
     assert verdict.against(*pair) == outcome
     lines, kept = verdict.verdict(pair)
-    assert any(line.startswith(f"{outcome}: 50.0%, g = 2") for line in lines)
+    assert any(line.startswith(f"{outcome}: K 50.0%, g = 2") for line in lines)
     assert kept == (outcome in ("met", "undecided"))
 
 
@@ -164,3 +167,51 @@ def test_far_tokens_by_the_spread_over_seeds(lost, outcome):
 def test_without_far_tokens_perplexity_decides():
     ours = trained("closed-form", (2e-3, 2.1)) | {"far": None}
     assert verdict.against(ours, trained("authors", *BEST)) == "met"
+
+
+def of_files(row: verdict.Row, text: list[float], far: list[float]) -> verdict.Row:
+    return row | {"documents": {"text": text, "far": far}}
+
+
+@pytest.mark.parametrize(("low", "outcome"), [(-0.004, "met"), (0.004, "mixed")])
+def test_a_gain_on_far_tokens_counts_as_nothing_over_the_files(low, outcome):
+    """Beside one, a loss is one if its own interval is above 0, whatever the sums of files say."""
+    ours = with_far(trained("closed-form", (2e-3, 2.1)), 0.005)
+    ours["far"]["difference"]["low"] = low
+    authors = with_far(trained("authors", *BEST), -0.2)
+    pair = of_files(ours, [21.0] * 9, [20.05] * 9), of_files(authors, [22.0] * 9, [18.0] * 9)
+    assert verdict.against(*pair) == outcome
+
+
+@pytest.mark.parametrize(
+    ("ours", "noise", "outcome"),
+    [
+        (2.19, None, "met"),  # by files alone
+        (2.19, 0.001, "met"),
+        (2.19, 0.01, "undecided"),  # within the spread over seeds
+        (2.21, 0.01, "not met"),  # by files, which is enough against us
+    ],
+)
+def test_one_seed_has_the_spread_of_others(ours, noise, outcome):
+    student = of_files(trained("closed-form", (2e-3, ours)), [10 * ours] * 9, [20.0] * 9)
+    authors = of_files(trained("authors", *BEST), [22.0] * 9, [20.0] * 9)
+    assert verdict.against(student, authors, noise) == outcome
+
+
+def test_several_seeds_have_to_differ_over_the_files_too():
+    ours, authors = trained("closed-form", (2e-3, 2.1), seeds=3), trained("authors", *BEST)
+    assert verdict.against(ours, authors) == "met"
+    mixed = [18.0] * 5 + [24.8] * 4
+    assert (
+        verdict.against(
+            of_files(ours, mixed, [20.0] * 9), of_files(authors, [22.0] * 9, [20.0] * 9)
+        )
+        == "undecided"
+    )
+
+
+def test_the_spread_over_seeds_is_the_median():
+    several = [trained("closed-form", (2e-3, 2.0), seeds=n) for n in (2, 3, 9)]
+    spreads = [row["all"]["perplexity_std"] / row["all"]["perplexity"] for row in several]
+    assert verdict.spread_over_seeds([*several, trained("authors", *BEST)]) == sorted(spreads)[1]
+    assert verdict.spread_over_seeds([trained("authors", *BEST)]) is None
