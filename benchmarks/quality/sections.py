@@ -35,7 +35,8 @@ CAUSES = (
 GAPS = (
     "Not measured: t1 after 512 steps but for two students, with `leader`, with all upper layers "
     "in a group, and its functions; t2 trained with all upper layers in a group by this package, "
-    "and its functions after training. Trained students of t1, and most of t2, have one seed."
+    "and its functions after training. Trained students of t1 but for one, and most of t2, have "
+    "one seed."
 )
 
 
