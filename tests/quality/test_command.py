@@ -16,12 +16,21 @@ from benchmarks.quality import __main__ as command
 from benchmarks.quality import bench, scores, students
 from benchmarks.quality.generation import find_prompts, parsed_blocks
 from swiftkv_jax.batch import Batch
+from swiftkv_jax.checkpoints import open_any
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.mesh import make_mesh
 from swiftkv_jax.train.__main__ import main as train
+from swiftkv_jax.train.batch_sharder import BatchSharder
+from swiftkv_jax.train.data.loader import batches
 from swiftkv_jax.train.recipe import DEMO, Recipe
-from swiftkv_jax.train.setup import check_trainable, load_data
-from swiftkv_jax.train.step import init_state
+from swiftkv_jax.train.setup import check_trainable, cut_model, load_data, load_model
+from swiftkv_jax.train.start import initialize_delta
+from swiftkv_jax.train.step import (
+    init_state,
+    make_optimizer,
+    make_train_step,
+    micro_batch_sharding,
+)
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +176,33 @@ def test_what_was_trained_is_kept(tmp_path, training_text, tokenizer, monkeypatc
     jax.tree.map(np.testing.assert_array_equal, read.swiftkv, trained.swiftkv)
     with pytest.raises(UsageError, match="another recipe"):
         students.make(arm, dataclasses.replace(recipe, seed=1), data, mesh, file)
+
+
+def test_one_program_trains_at_every_learning_rate(tmp_path, training_text, tokenizer):
+    """As the optimiser of the recipe does at its rate."""
+    arm, mesh = students.Arm(6, 2, "leader", 2), make_mesh("1x1")
+    recipe = demo_recipe(arm, training_text, tmp_path)
+    (data, _), config = load_data(recipe, tokenizer), open_any(recipe.model).config
+    model = load_model(recipe, cut_model(recipe, config), mesh)
+    model, _ = initialize_delta(recipe, model, data, mesh)
+    students._program.cache_clear()
+    low, high = (
+        students.train(dataclasses.replace(recipe, learning_rate=rate), model, data, mesh)
+        for rate in (1e-3, 4e-3)
+    )
+    assert low.swiftkv is not None and high.swiftkv is not None and model.swiftkv is not None
+    assert students._program.cache_info().misses == 1
+
+    recipe = dataclasses.replace(recipe, learning_rate=4e-3)
+    optimizer = make_optimizer(recipe, arm.steps)
+    step = make_train_step(model.config, recipe, optimizer, mesh)
+    state = init_state(model.config, optimizer, mesh, model.swiftkv)
+    sharder = BatchSharder(micro_batch_sharding(mesh), (1, recipe.batch_size))
+    reading = batches(data, 4, positions=sharder.positions, seed=recipe.seed, stop=arm.steps)
+    for local in reading:
+        state, _ = step(state, model.llama, sharder.shard(local.batch))
+    np.testing.assert_allclose(high.swiftkv.q, state.delta.q, rtol=1e-5, atol=1e-7)
+    assert not np.allclose(low.swiftkv.q, high.swiftkv.q, atol=1e-4)
 
 
 def test_groups_trained_for_own_start_scaled(tmp_path, training_text, tokenizer, monkeypatch):
