@@ -33,10 +33,10 @@ CAUSES = (
     "ours, it has the higher one."
 )
 GAPS = (
-    "Not measured: t1 after 512 steps but for two students, with `leader`, with all upper layers "
-    "in a group, and its functions; t2 trained with all upper layers in a group by this package, "
-    "and its functions after training. Trained students of t1 but for one, and most of t2, have "
-    "one seed."
+    "Not measured: t1 after 512 steps but for two students, with `leader`, with more than four "
+    "layers in a group, and its functions; t2 with more than four layers in a group after 512 "
+    "steps, made for `own` and trained, or below half of the layers and trained, and its functions "
+    "after training. Trained students of t1 but for one, and most of t2, have one seed."
 )
 
 
