@@ -34,9 +34,10 @@ CAUSES = (
 )
 GAPS = (
     "Not measured: t1 after 512 steps but for two students, with `leader`, with more than four "
-    "layers in a group, and its functions; t2 with more than four layers in a group and trained, "
-    "but for six at 62.5 % and for the authors' eight at 50 %, after 64 steps; its functions after "
-    "training. Trained students of t1 but for one, and most of t2, have one seed."
+    "layers in a group, and its functions; t2 by the authors' recipe with 25 % of the layers after "
+    "512 steps, with more than four layers in a group and trained, but for six at 62.5 % and for "
+    "the authors' eight at 50 %, after 64 steps; its functions after training. Trained students of "
+    "t1 but for one, and most of t2, have one seed."
 )
 
 
