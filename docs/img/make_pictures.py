@@ -290,7 +290,6 @@ def prefill(path: Path) -> None:
 
 def prefill_h100(path: Path) -> None:
     """The same of Llama-3.1-8B on an H100."""
-    sys.path.insert(0, str(HERE.parents[1]))
     from benchmarks.on_gpu import part_rows
     from benchmarks.result_files import all_of
     from swiftkv_jax.infer.bench.plot import draw
@@ -335,7 +334,6 @@ def quality_teachers(path: Path) -> None:
 
 def _measured_students() -> dict[str, Any]:
     """Teacher -> its results."""
-    sys.path.insert(0, str(HERE.parents[1]))
     from benchmarks.quality.sections import by_teacher
     from benchmarks.result_files import quality_documents
 
@@ -362,7 +360,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PICTURES)}")
-    for name in parser.parse_args().names or PICTURES:
+    names = parser.parse_args().names or PICTURES
+    sys.path.insert(0, str(HERE.parents[1]))  # for `benchmarks`
+    for name in names:
         draw, ending = PICTURES[name]
         draw(HERE / f"{name}.{ending}")
 
