@@ -12,15 +12,13 @@ from .verdict import (
     BARS,
     Bar,
     Row,
-    against,
     bar_name,
+    comparisons,
     is_met,
     is_refused,
     key,
     measured,
-    of_authors,
     shown,
-    spread_over_seeds,
 )
 
 GROUPS = (1, 2, 4)
@@ -83,11 +81,10 @@ def comparisons_table(teachers: Mapping[str, dict[str, Any]]) -> str:
     lines = []
     for teacher, document in teachers.items():
         found = Counter[tuple[str, ...]]()
-        noise = spread_over_seeds(document["rows"])
-        for ours, authors in of_authors(document["rows"]):
+        for ours, _, outcome in comparisons(document["rows"]):
             *_, mode, made_for, _ = key(ours)
             if mode in SERVED and made_for != "train-own":
-                found[mode, made_for, against(ours, authors, noise)] += 1
+                found[mode, made_for, outcome] += 1
         lines += [
             (teacher, f"`{mode}`", f"`{made_for}`")
             + tuple(str(found[mode, made_for, outcome]) for outcome in VERDICT_NAMES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ GROUPS = {1: ("o", 5), 2: ("D", 5), 4: ("s", 10), None: ("^", 6)}
 """Group sizes that have a line each, with marker and its size; None is all upper layers."""
 MARKERS = ("o", 5), ("D", 5), ("^", 6)
 """Of teachers."""
-_STARTS = (("closed-form", "-", "closed form"), ("authors", "--", "authors' recipe"))
+_STARTS = (("closed-form", "closed form"), ("authors", "authors' recipe"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +40,10 @@ def draw(document: dict[str, Any], path: Path) -> None:
             f"g = {'all' if group is None else group}, {words}",
             color,
             marker,
-            style == "--",
+            start == "authors",
         )
         for (group, marker), color in zip(GROUPS.items(), COLORS, strict=False)
-        for start, style, words in _STARTS
+        for start, words in _STARTS
     ]
     _draw(lines, f"K of {layers} layers, %", path)
 
@@ -94,7 +94,7 @@ def _draw(lines: Sequence[_Line], label: str, path: Path) -> None:
         )
         for axes in above, far:
             axes.set_xlabel(label)
-            axes.set_xticks(_shares(lines))
+            axes.set_xticks(sorted({100 * row["share"] for line in lines for row in line.rows}))
             axes.invert_xaxis()
         picture.legend(
             *above.get_legend_handles_labels(),
@@ -102,10 +102,6 @@ def _draw(lines: Sequence[_Line], label: str, path: Path) -> None:
             ncols=len({line.color for line in lines}),
         )
         picture.savefig(path, dpi=100)
-
-
-def _shares(lines: Iterable[_Line]) -> list[float]:
-    return sorted({100 * row["share"] for line in lines for row in line.rows})
 
 
 def rows_of(

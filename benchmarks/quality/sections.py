@@ -110,17 +110,8 @@ def pages(documents: Iterable[dict[str, Any]]) -> Iterator[tuple[str, str]]:
         )
         about = f"{describe(document)} {describe_answers(document)}"
         command += f" {_measured_on(document['devices'])}"
-        parts, rows = [about, f"Made by {command}", merging, LEGEND], document["rows"]
-        yield (
-            page_name(teacher),
-            "\n\n".join(
-                [
-                    f"# {title(teacher)}: all students",
-                    *parts,
-                    rows_table(rows),
-                ]
-            ),
-        )
+        parts = [f"# {title(teacher)}: all students", about, f"Made by {command}", merging, LEGEND]
+        yield page_name(teacher), "\n\n".join([*parts, rows_table(document["rows"])])
 
 
 def is_under_trained(teacher: Mapping[str, Any]) -> bool:

@@ -12,11 +12,9 @@ from .students import PACKAGE_RATES
 from .verdict import (
     MAX_FAR_LOSS,
     Row,
-    against,
+    comparisons,
     is_refused,
     key,
-    of_authors,
-    spread_over_seeds,
     start_of,
 )
 
@@ -54,11 +52,7 @@ def rows_table(rows: Sequence[Row]) -> str:
 
 def verdicts(rows: Sequence[Row]) -> dict[tuple, str]:
     """Of each row, by its key."""
-    noise = spread_over_seeds(rows)
-    beside = {
-        key(ours): VERDICT_NAMES[against(ours, authors, noise)]
-        for ours, authors in of_authors(rows)
-    }
+    beside = {key(ours): VERDICT_NAMES[outcome] for ours, _, outcome in comparisons(rows)}
     return {
         key(row): ", ".join(
             filter(None, [beside.get(key(row)), "refused" if is_refused(row) else ""])
@@ -131,13 +125,13 @@ VERDICTS = "\n\n".join(
         "student with one seed is given the spread over seeds that is the median of the same "
         "teacher's students with several. Losses on far tokens of one seed each are compared over "
         "the files alone. Where an older result has no sums of each file, seeds decide alone, or, "
-        "with one seed each, whether the intervals overlap. A far loss "
-        "below 0 counts as 0. A lower figure does not count if the best learning rate of the "
-        "authors' recipe is the smallest or the largest that was tried, because another rate may "
-        "be better. The best rates of both recipes are chosen by the perplexity on the same files "
-        "that the tables report, which flatters both a little. The steps of both see the same "
-        "tokens; the closed form has also seen its calibration tokens, 256 for each entry of "
-        "the hidden state (those of 8 steps for the demo model, 12 for t1, 24 for t2).",
+        "with one seed each, whether the intervals overlap. A far loss below 0 counts as 0. A "
+        "lower figure does not count if the best learning rate of the authors' recipe is the "
+        "smallest or the largest that was tried, because another rate may be better. The best "
+        "rates of both recipes are chosen by the perplexity on the same files that the tables "
+        "report, which flatters both a little. The steps of both see the same tokens; the closed "
+        "form has also seen its calibration tokens, 256 for each entry of the hidden state "
+        "(those of 8 steps for the demo model, 12 for t1, 24 for t2).",
     ]
 )
 """What readers need to know before the first table."""

@@ -148,10 +148,8 @@ def _figure(row: Row, figure: str) -> float | None:
 def _against_authors(rows: Sequence[Row]) -> Iterator[tuple[str, bool]]:
     """At equal tokens the closed form must be better than the authors' recipe at its best rate, in
     every mode."""
-    noise = spread_over_seeds(rows)
-    for ours, authors in of_authors(rows):
+    for ours, authors, outcome in comparisons(rows):
         own, theirs = (row["all"] or row["answers"] for row in (ours, authors))
-        outcome = against(ours, authors, noise)
         yield (
             f"{outcome}: {name(ours)}: perplexity {own['perplexity']:.3f}, authors' recipe at "
             f"its best rate ({_rate(authors)}) {theirs['perplexity']:.3f}"
@@ -160,14 +158,15 @@ def _against_authors(rows: Sequence[Row]) -> Iterator[tuple[str, bool]]:
         )
 
 
-def of_authors(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
-    """Each student that is distilled from the closed form, and the authors' of the same cut, steps
-    and mode, where it has been measured."""
+def comparisons(rows: Sequence[Row]) -> Iterator[tuple[Row, Row, Outcome]]:
+    """Each student that is distilled from the closed form, the authors' of the same cut, steps and
+    mode, where it has been measured, and how the first compares with the second."""
+    noise = spread_over_seeds(rows)
     trained = {key(row): row for row in rows if row["steps"]}
     for (lower, group, start, steps, mode, _, loss), ours in trained.items():
         authors = trained.get((lower, group, "authors", steps, mode, "boundary", "distillation"))
         if (start, loss) == ("closed-form", "distillation") and authors is not None:
-            yield ours, authors
+            yield ours, authors, against(ours, authors, noise)
 
 
 def spread_over_seeds(rows: Sequence[Row]) -> float | None:

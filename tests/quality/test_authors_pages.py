@@ -95,10 +95,8 @@ def test_beside_the_authors_recipe_with_own_keys_and_values():
 def test_why_students_are_mixed_or_worse():
     """Where figures of t1 and t2 go which way."""
     for teacher in "t1", "t2":
-        rows = list(rows_of(teacher).values())
-        noise = verdict.spread_over_seeds(rows)
-        for ours, theirs in verdict.of_authors(rows):
-            if verdict.against(ours, theirs, noise) not in ("mixed", "not met"):
+        for ours, theirs, outcome in verdict.comparisons(list(rows_of(teacher).values())):
+            if outcome not in ("mixed", "not met"):
                 continue
             loses_more = max(far(ours), 0) > max(far(theirs), 0)
             if ours["mode"] == "boundary":
