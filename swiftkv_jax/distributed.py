@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -187,7 +188,8 @@ def _initialize(*given: Any, timeout: int) -> None:
     `timeout` seconds.
 
     JAX would abort the process when its own time is over, so that is longer. In a thread, because
-    an interrupt does not end the call.
+    an interrupt does not end the call. Awaited in short waits: a signal that comes just before a
+    wait does not end that one.
     """
     outcome: list[BaseException | None] = []
 
@@ -200,7 +202,9 @@ def _initialize(*given: Any, timeout: int) -> None:
 
     thread = threading.Thread(target=initialize, name="join_processes", daemon=True)
     thread.start()
-    thread.join(timeout)
+    deadline = time.monotonic() + timeout
+    while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
+        thread.join(min(left, 0.2))
     if not outcome:
         raise TimeoutError(f"no answer within {timeout} s")
     if outcome[0] is not None:

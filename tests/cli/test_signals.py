@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 300
+SECONDS = 120
 
 
 class Process:
@@ -187,19 +187,29 @@ assert main(["--version"]) == 0 and signal.getsignal(signal.SIGINT) is before
         assert process.end() == (0, [])
 
 
-def test_while_it_joins_other_processes():
+@pytest.mark.parametrize("handled_by", ["main thread", "another thread"])
+def test_while_it_joins_other_processes(handled_by):
+    """A signal that another thread handles does not end the main thread's wait for a lock, nor does
+    one that comes just before that wait."""
     program = """
-import sys
+import signal, sys, threading, time
 from swiftkv_jax import cli, interrupts
 interrupts.install()
+def interrupt():
+    sys.stdin.read()
+    time.sleep(0.5)  # the main thread waits by then
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+threading.Thread(target=interrupt, daemon=True).start()
 def main():
     from swiftkv_jax.distributed import join_processes
-    return join_processes("127.0.0.1:9", 2, 1)
-sys.exit(cli.run(main))
+    return join_processes("127.0.0.1:9", 2, 1, timeout=1000)
+cli.end(cli.run(main))
 """
     with Process("-c", program) as process:
-        process.wait_for("waiting for process 0 at 127.0.0.1:9, for at most 300 s")
-        process.interrupt()
+        process.wait_for("waiting for process 0 at 127.0.0.1:9, for at most 1000 s")
+        if handled_by == "main thread":
+            process.interrupt()
+        # else at the end of its standard input, which waiting for its end closes
         assert_interrupted(process)
 
 
