@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -30,11 +31,14 @@ class Process:
             start_new_session=True,
         )
         self._lines: list[str] = []
+        self._limit = threading.Timer(SECONDS, os.killpg, (self._process.pid, signal.SIGKILL))
 
     def __enter__(self) -> "Process":
+        self._limit.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._limit.cancel()
         self._process.kill()
         self._process.communicate()
 
@@ -53,7 +57,7 @@ class Process:
 
     def end(self) -> tuple[int, list[str]]:
         """(exit code, lines of standard error)."""
-        _, err = self._process.communicate(timeout=SECONDS)
+        _, err = self._process.communicate()
         return self._process.returncode, [*"".join([*self._lines, err]).splitlines()]
 
 
