@@ -10,7 +10,6 @@ import importlib.util
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from . import interrupts
 from .errors import DataError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -188,8 +188,7 @@ def _initialize(*given: Any, timeout: int) -> None:
     `timeout` seconds.
 
     JAX would abort the process when its own time is over, so that is longer. In a thread, because
-    an interrupt does not end the call. Awaited in short waits: a signal that comes just before a
-    wait does not end that one.
+    an interrupt does not end the call.
     """
     outcome: list[BaseException | None] = []
 
@@ -202,9 +201,7 @@ def _initialize(*given: Any, timeout: int) -> None:
 
     thread = threading.Thread(target=initialize, name="join_processes", daemon=True)
     thread.start()
-    deadline = time.monotonic() + timeout
-    while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
-        thread.join(min(left, 0.2))
+    interrupts.join(thread, timeout)
     if not outcome:
         raise TimeoutError(f"no answer within {timeout} s")
     if outcome[0] is not None:

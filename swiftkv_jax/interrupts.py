@@ -20,11 +20,14 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # `typing` takes longer than all of the above
+    from threading import Thread
     from types import FrameType
     from typing import Any
 
 GRACE_SECONDS = 5.0
 """Seconds from the interrupt until the process ends, whatever is still running."""
+_WAIT_SECONDS = 0.2
+"""The longest of the waits in `join`."""
 _CODE = 130
 
 
@@ -78,6 +81,15 @@ class raising:
 def pending() -> bool:
     """Whether SIGINT has come while the command ran, and nothing else has handled it."""
     return _State.raised
+
+
+def join(thread: Thread, timeout: float) -> None:
+    """Wait until `thread` has ended, for at most `timeout` seconds. SIGINT is handled meanwhile,
+    also one that another thread receives or that comes just before a wait: neither ends that wait,
+    so each is short."""
+    deadline = time.monotonic() + timeout
+    while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
+        thread.join(min(left, _WAIT_SECONDS))
 
 
 def tell() -> bool:

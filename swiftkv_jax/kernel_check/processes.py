@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from .. import interrupts
 from ..io.files import is_running
 from .comparison import verdict_on
 from .configurations import KernelConfig
@@ -215,7 +216,7 @@ def check_in_process(
         thread = threading.Thread(target=run, name="check_in_process", daemon=True)
         thread.start()
         try:
-            thread.join(timeout)
+            interrupts.join(thread, timeout)
         except BaseException:  # an interrupt says nothing about the kernel
             file.add({config: Verdict("unchecked")})
             raise
