@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from benchmarks import measurements
 from benchmarks.quality import verdict
 from swiftkv_jax.config import GENERATED_KV
 from swiftkv_jax.train.recipe import DEMO
@@ -57,6 +58,22 @@ def test_beside_the_authors_recipe_without_groups():
         ours, theirs = (student("t2", 1, s, 512, lower=lower) for s in ("closed-form", "authors"))
         assert (ours["learning_rate"], theirs["learning_rate"]) == (0.002, 0.004)
         assert theirs["perplexity_of_rates"]["0.002"] > ours["all"]["perplexity"]
+    (higher,) = (
+        row
+        for document in measurements.quality_documents()
+        if document.get("teacher", {}).get("name") == "t2"
+        for row in document["rows"]
+        if (row["start"], row["steps"], row["mode"]) == ("closed-form", 512, "boundary")
+        and row["learning_rate"] == 0.004
+    )
+    kept = student("t2", 1, "closed-form", 512, lower=10)
+    assert (higher["share"], higher["key_value_group_size"]) == (kept["share"], 1)
+    percent, nats = zip(*((100 * above_all(row), far(row)) for row in (higher, kept)), strict=True)
+    assert percent[0] > percent[1] and nats[0] > nats[1]  # "no better"
+    assert "({:.1f} % instead of {:.1f} %".format(*percent) in text
+    assert "{:.3f} nats instead of {:.3f})".format(*nats) in text
+    kl = [row["all"]["kl"]["value"] for row in (higher, kept)]
+    assert "KL {:.3f} instead of {:.3f},".format(*kl) in text and kl[0] > kl[1]
     for teacher, width, steps in ("demo", 128, 8), ("t2", 384, 24):
         assert 256 * width == steps * DEMO.batch_size * DEMO.max_length
         assert f"{steps} for `{teacher}`" in text.replace("8 steps for", "8 for")
