@@ -45,13 +45,13 @@ test-newest: newest
 newest: $(VENV)/installed  # after it: both write the package's metadata
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.12 or newer with the venv module on PATH" >&2; exit 1; }
 	test -x .venv-newest/bin/python || $(PYTHON) -m venv .venv-newest
-	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e '.[test,arrow,report,serve]'
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e '.[test]'
 
 # What needs lm-evaluation-harness, in an environment of its own: it brings 45 packages.
 test-eval:
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.12 or newer with the venv module on PATH" >&2; exit 1; }
 	test -x .venv-eval/bin/python || $(PYTHON) -m venv .venv-eval
-	.venv-eval/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test,eval,serve]' 'lm-eval[api]'
+	.venv-eval/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test,eval]' 'lm-eval[api]'
 	.venv-eval/bin/python -m pytest -q tests/test_eval.py tests/harness
 
 # Everything that runs on a CPU: `make test` leaves out what takes long and has most of it in a shorter test.
@@ -123,7 +123,7 @@ first-hour:
 
 # Needs uv. The GPU and TPU extras are not locked: they follow the machine's driver.
 lock:
-	uv pip compile pyproject.toml --extra test --extra arrow --extra report --extra serve --universal --python-version 3.12 --generate-hashes --no-annotate \
+	uv pip compile pyproject.toml --extra test --universal --python-version 3.12 --generate-hashes --no-annotate \
 		--no-header --output-file requirements.lock
 	printf '%s\n' $(COMPILERS) | uv pip compile - --no-deps --universal --python-version 3.12 --generate-hashes --no-annotate \
 		--no-header --output-file requirements-compile.lock
