@@ -273,7 +273,7 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_def
         return found
 
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ChatBody(Sampling, kw_only=True):

@@ -6,15 +6,15 @@ from typing import Any
 import anthropic
 import pytest
 
-from swiftkv_jax.infer.serve.api.message_events import error_body
-from swiftkv_jax.infer.serve.api.messages import (
+from swiftkv_jax.infer.serve.api.message_bodies import (
     ContentBlock,
     InputMessage,
     MessagesBody,
     OutputConfig,
     Thinking,
-    chat_body,
 )
+from swiftkv_jax.infer.serve.api.message_events import error_body
+from swiftkv_jax.infer.serve.api.messages import chat_body
 from swiftkv_jax.infer.serve.errors import APIError
 from swiftkv_jax.infer.serve.protocol import FunctionCall, Message, ToolCall
 from tests.infer.serve.test_forms import ROOM, SCHEMA, check_schema
@@ -162,7 +162,7 @@ def test_messages_become_those_of_a_chat():
     assert chat.chat_template_kwargs == {"enable_thinking": True}
     assert chat_body(body, ())[0].chat_template_kwargs is None
     body.output_config = OutputConfig(effort="max")
-    assert chat_body(body, {"reasoning_effort"})[0].reasoning_effort == "xhigh"
+    assert chat_body(body, {"reasoning_effort"})[0].reasoning_effort == "max"
     assert chat_body(body, ())[0].reasoning_effort is None
 
 
@@ -190,6 +190,48 @@ def test_turns_by_user(start, monkeypatch):
         assert running.post(PATH, body)[0] == 200
     assert keys == ["/x", "/y", "/"]
     running.check_empty()
+
+
+CLEAR_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
+CLEAR_TOOL_USES = {
+    "type": "clear_tool_uses_20250919",
+    "trigger": {"type": "input_tokens", "value": 30000},
+    "keep": {"type": "tool_uses", "value": 3},
+    "exclude_tools": ["forecast"],
+}
+
+
+@pytest.mark.parametrize("edits", [None, [], [CLEAR_THINKING], [CLEAR_THINKING, CLEAR_TOOL_USES]])
+def test_a_context_that_is_only_cleared_stays_whole(server, edits):
+    """The answer says that nothing was applied, in streams in their last event but one."""
+    body = {"messages": HI, "max_tokens": 2, "temperature": 0}
+    _, plain = server.post(PATH, body)
+    managed = body | {"context_management": {"edits": edits}}
+    status, answer = server.post(PATH, managed)
+    assert status == 200, answer
+    assert answer["content"] == plain["content"] and "context_management" not in plain
+    assert answer["context_management"] == {"applied_edits": []}
+    _, _, content = server.request("POST", PATH, managed | {"stream": True})
+    (line,) = [one for one in content.split(b"\n") if b'"type":"message_delta"' in one]
+    last = json.loads(line.removeprefix(b"data: "))
+    assert last["context_management"] == {"applied_edits": []}
+    del managed["max_tokens"], managed["temperature"]
+    status, counted = server.post(COUNT, managed)
+    tokens = counted["input_tokens"]
+    assert status == 200 and counted["context_management"] == {"original_input_tokens": tokens}
+
+
+def test_redacted_thinking_is_left_out(server):
+    """It came from another server, and has no text."""
+    block = {"type": "redacted_thinking", "data": "c2VjcmV0"}
+    found = []
+    for blocks in ([block, {"type": "text", "text": "a"}], "a"):
+        messages = [*HI, {"role": "assistant", "content": blocks}, *HI]
+        found.append(server.post(COUNT, {"messages": messages}))
+    assert found[0][0] == 200 and found[0] == found[1]
+    messages = [{"role": "user", "content": [block]}]
+    status, answer = server.post(COUNT, {"messages": messages})
+    assert status == 400 and "no block of type 'redacted_thinking'" in answer["error"]["message"]
 
 
 IMAGE = {"type": "image", "source": {"type": "url", "url": "a"}}
@@ -245,7 +287,13 @@ def result(*content: Any) -> Any:
         ({"speed": "fast"}, "`speed` is not supported"),
         ({"temperature": 3}, "`temperature`"),
         ({"stop_sequences": [""]}, "`stop_sequences`"),
-        ({"context_management": {}}, "context_management: there is no field"),
+        (
+            {"context_management": {"edits": [CLEAR_THINKING, {"type": "compact_20260112"}]}},
+            "context_management.edits[1].type: 'compact_20260112': a context is only cleared",
+        ),
+        ({"context_management": {"edits": [{}]}}, "context_management.edits[0].type"),
+        ({"context_management": {"prune": 1}}, "context_management.prune: there is no field"),
+        ({"compaction": {"type": "summarize"}}, "`compaction` is not supported"),
     ],
 )
 def test_refused(client, fields, message):
@@ -269,7 +317,8 @@ def test_what_asks_for_nothing(server):
         "speed": "standard",
         "mcp_servers": [],
         "container": None,
-        "output_config": {"effort": "high"},
+        "output_config": {"effort": "max", "task_budget": {"type": "tokens", "total": 9000}},
+        "fallbacks": [{"model": "other"}],
         "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"} | cached]}],
         "system": [{"type": "text", "text": "be kind"} | cached],
         "tools": [FORECAST | cached | {"type": "custom"}],

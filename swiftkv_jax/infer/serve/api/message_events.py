@@ -55,8 +55,12 @@ class MessageWriter:
     """One answer. Reasoning, each stretch of text and each call are blocks of their own; one is
     closed before the next is opened."""
 
-    def __init__(self, request_id: str, model: str):
+    def __init__(self, request_id: str, model: str, *, manages_context: bool = False):
+        """`manages_context` is whether the body asks for `context_management`."""
         self._request_id = request_id
+        self._context: dict[str, Any] = {}
+        if manages_context:
+            self._context["context_management"] = {"applied_edits": []}
         self.answer: dict[str, Any] = {
             "id": f"msg_{request_id}",
             "type": "message",
@@ -125,9 +129,12 @@ class MessageWriter:
             "stop_reason": reason,
             "stop_sequence": sequence,
             "usage": usage(generation),
+            **self._context,
         }
         delta = {"stop_reason": reason, "stop_sequence": sequence}
-        events += self._event("message_delta", delta=delta, usage=self.answer["usage"])
+        events += self._event(
+            "message_delta", delta=delta, usage=self.answer["usage"], **self._context
+        )
         return events + self._event("message_stop")
 
     def fail(self, error: APIError) -> bytes:

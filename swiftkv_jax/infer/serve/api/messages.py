@@ -7,9 +7,7 @@ https://platform.claude.com/docs/en/api/messages
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal
-
-import msgspec
+from typing import Any, Literal
 
 from ..app import App
 from ..bodies.forms import check_takes_tools
@@ -19,7 +17,6 @@ from ..errors import invalid, renaming, unsupported
 from ..http.exchange import HTTPExchange
 from ..protocol import (
     MAX_MESSAGES,
-    Body,
     ChatBody,
     Effort,
     Function,
@@ -36,12 +33,24 @@ from ..service.admission import Reservation
 from ..service.generation import Generation
 from .event_stream import answer_in_events
 from .generate import chat_generation
+from .message_bodies import (
+    Block,
+    ClientTool,
+    CountTokensBody,
+    InputMessage,
+    MessagesBody,
+    OutputConfig,
+    OutputFormat,
+    Thinking,
+    ToolChoice,
+)
 from .message_events import NO_THREADS, MessageWriter
 from .run import counted_body, run
 
 _OF_BLOCKS = {
     "text": ("text",),
     "thinking": ("thinking",),
+    "redacted_thinking": (),
     "tool_use": ("id", "name", "input"),
     "tool_result": ("tool_use_id",),
 }
@@ -49,130 +58,18 @@ _OF_BLOCKS = {
 _OF_ROLES = {
     "system": ("text",),
     "user": ("text", "tool_result"),
-    "assistant": ("text", "thinking", "tool_use"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
 }
 """Role of a message -> the blocks that it may have."""
+_CLEARING = ("clear_thinking_", "clear_tool_uses_")
+"""How the types of `context_management.edits` begin that may be sent. They save tokens: none has
+an effect, and the answer says so."""
 _BILLING = "x-anthropic-billing-header:"
 """What Claude Code writes before its system prompt, with a number that each request changes."""
 
 
-class Block(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Text, or what is refused by its type."""
-
-    type: str
-    text: str | None = None
-    cache_control: Any = None
-    citations: Any = None
-    content: Any = None
-    context: Any = None
-    file_id: Any = None
-    source: Any = None
-    title: Any = None
-    tool_name: Any = None
-
-
-class ContentBlock(Block, kw_only=True):
-    """A part of a message (`_OF_BLOCKS`)."""
-
-    caller: Any = None
-    content: str | list[Block] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-    data: str | None = None
-    id: str | None = None
-    input: dict[str, Any] | None = None
-    is_error: bool | None = None
-    name: str | None = None
-    signature: str | None = None
-    thinking: str | None = None
-    tool_use_id: str | None = None
-    toolset_name: str | None = None
-
-
-class InputMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    role: Literal["user", "assistant", "system"]
-    content: str | list[ContentBlock]
-
-
-class ClientTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A function that the client runs."""
-
-    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,64}(?!\n)$")]
-    input_schema: dict[str, Any]
-    type: Literal["custom"] | None = None
-    description: str | None = None
-    strict: bool | None = None
-    allowed_callers: Any = None
-    cache_control: Any = None
-    defer_loading: bool | None = None
-    eager_input_streaming: bool | None = None
-    input_examples: Any = None
-
-
-class ToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
-    disable_parallel_tool_use: bool | None = None
-
-
-class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: int | None = None
-    display: Literal["summarized", "omitted"] | None = None
-
-
-class OutputFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    type: Literal["json_schema"]
-    schema: dict[str, Any]
-
-
-class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: OutputFormat | None = None
-
-
-class Metadata(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    user_id: str | None = None
-
-
-class CountTokensBody(Body, kw_only=True):
-    messages: list[InputMessage]
-    system: str | list[Block] | None = None
-    tools: list[ClientTool] | None = None
-    tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
-
-    # Accepted without effect.
-    cache_control: Any = None
-    diagnostics: Any = None
-    user_profile_id: Any = None
-    workspace_id: Any = None
-
-    # Refused unless they ask for nothing.
-    speed: Any = None
-    thread: Any = None
-
-
-class MessagesBody(CountTokensBody, kw_only=True):
-    max_tokens: int
-    stop_sequences: list[str] | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    metadata: Metadata | None = None
-
-    container: Any = None
-    inference_geo: Any = None
-    mcp_servers: Any = None
-    service_tier: Any = None
-
-    @property
-    def user(self) -> str | None:
-        """Whose request it is, with `--fair-by user`."""
-        return None if self.metadata is None else self.metadata.user_id
-
-
 _ASK_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
+    "compaction": (),
     "container": (),
     "inference_geo": (),
     "mcp_servers": ([],),
@@ -207,7 +104,10 @@ async def count_tokens(app: App, exchange: HTTPExchange) -> None:
         check_takes_tools(chat.tools, app.tool_format)
         with renaming(_NAMES, places):
             prompt = await app.encode_chat(chat, "", exchange.num_bytes_in, counting=True)
-    await exchange.send_json(200, {"input_tokens": len(prompt.token_ids)})
+    found: dict[str, Any] = {"input_tokens": len(prompt.token_ids)}
+    if body.context_management is not None:
+        found["context_management"] = {"original_input_tokens": found["input_tokens"]}
+    await exchange.send_json(200, found)
 
 
 async def _prepare(
@@ -219,7 +119,8 @@ async def _prepare(
         refuse_unsupported(chat)
         generation, _ = await chat_generation(app, exchange, chat, reservation)
     model = body.model or app.model_names[0]
-    return generation, MessageWriter(exchange.request_id, model)
+    manages = body.context_management is not None
+    return generation, MessageWriter(exchange.request_id, model, manages_context=manages)
 
 
 def _refuse(body: CountTokensBody) -> None:
@@ -227,6 +128,11 @@ def _refuse(body: CountTokensBody) -> None:
     if body.thread is not None:
         raise invalid("thread", "conversations are not kept: send all messages", NO_THREADS)
     refuse_fields(body, _ASK_FOR_NOTHING)
+    wanted = body.context_management
+    for number, change in enumerate((wanted and wanted.edits) or ()):
+        if not change.type.startswith(_CLEARING):
+            message = f"{change.type!r}: a context is only cleared, by {' and '.join(_CLEARING)}"
+            raise unsupported(f"context_management.edits[{number}].type", message)
 
 
 # The chat ------------------------------------------------------------------------------
@@ -289,6 +195,8 @@ def _messages_of(message: InputMessage, at: str) -> list[Message]:
             texts.append(block.text or "")
         elif block.type == "thinking":
             reasoning.append(block.thinking or "")
+        elif block.type == "redacted_thinking":
+            continue  # only the server that wrote it can read it
         elif block.type == "tool_use":
             function = FunctionCall(name=block.name or "", arguments=block.input or {})
             calls.append(ToolCall(function=function, id=block.id))
@@ -347,8 +255,7 @@ def _thinking(
 ) -> tuple[bool | None, dict[str, Any] | None, Effort | None]:
     """(whether the answer shows its reasoning, switches of the chat template, effort). The effort
     is advice: a template that reads none goes without."""
-    effort: Effort | None = "xhigh" if config.effort == "max" else config.effort
-    effort = effort if "reasoning_effort" in variables else None
+    effort: Effort | None = config.effort if "reasoning_effort" in variables else None
     if thinking is None:
         return None, None, effort
     if thinking.type == "disabled":

@@ -9,7 +9,7 @@ import msgspec
 
 from .... import __version__
 from ..protocol import ChatBody, CompletionBody, DetokenizeBody, ScoreBody, TokenizeBody
-from .messages import CountTokensBody, MessagesBody
+from .message_bodies import CountTokensBody, MessagesBody
 from .responses import ResponsesBody
 
 _BODIES = {

@@ -1,0 +1,143 @@
+"""Bodies of Anthropic's Messages API, as types: see `protocol`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from ..protocol import Body
+
+
+class Block(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Text, or what is refused by its type."""
+
+    type: str
+    text: str | None = None
+    cache_control: Any = None
+    citations: Any = None
+    content: Any = None
+    context: Any = None
+    file_id: Any = None
+    source: Any = None
+    title: Any = None
+    tool_name: Any = None
+
+
+class ContentBlock(Block, kw_only=True):
+    """A part of a message (`messages._OF_BLOCKS`)."""
+
+    caller: Any = None
+    content: str | list[Block] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    data: str | None = None
+    id: str | None = None
+    input: dict[str, Any] | None = None
+    is_error: bool | None = None
+    name: str | None = None
+    signature: str | None = None
+    thinking: str | None = None
+    tool_use_id: str | None = None
+    toolset_name: str | None = None
+
+
+class InputMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[ContentBlock]
+
+
+class ClientTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A function that the client runs."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,64}(?!\n)$")]
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+    description: str | None = None
+    strict: bool | None = None
+    allowed_callers: Any = None
+    cache_control: Any = None
+    defer_loading: bool | None = None
+    eager_input_streaming: bool | None = None
+    input_examples: Any = None
+
+
+class ToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = None
+    display: Literal["summarized", "omitted", "updates"] | None = None
+    block_binding: Any = None
+
+
+class OutputFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+    task_budget: Any = None
+
+
+class ContextChange(msgspec.Struct, kw_only=True):
+    """What a server is to leave out of long conversations. Its further fields say when, and how
+    much."""
+
+    type: str
+
+
+class ContextManagement(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    edits: list[ContextChange] | None = None
+
+
+class Metadata(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    user_id: str | None = None
+
+
+class CountTokensBody(Body, kw_only=True):
+    messages: list[InputMessage]
+    system: str | list[Block] | None = None
+    tools: list[ClientTool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
+
+    # Accepted without effect.
+    billing_policy: Any = None
+    cache_control: Any = None
+    diagnostics: Any = None
+    fallback_credit_token: Any = None
+    fallbacks: Any = None
+    user_profile_id: Any = None
+    workspace_id: Any = None
+
+    # Refused unless they ask for nothing.
+    compaction: Any = None
+    speed: Any = None
+    thread: Any = None
+
+
+class MessagesBody(CountTokensBody, kw_only=True):
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    metadata: Metadata | None = None
+
+    container: Any = None
+    inference_geo: Any = None
+    mcp_servers: Any = None
+    service_tier: Any = None
+
+    @property
+    def user(self) -> str | None:
+        """Whose request it is, with `--fair-by user`."""
+        return None if self.metadata is None else self.metadata.user_id
