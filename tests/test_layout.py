@@ -19,7 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
     {"demo", "errors", "hardware", "interrupts", "pallas_kernels"},
     {"rope_config"},
-    {"chat_template", "config", "distributed", "mesh", "roofline"},
+    {"chat_messages", "chat_template", "config", "distributed", "mesh", "roofline"},
     {"attention", "cut", "io", "params", "presets", "rope", "topology"},
     {"initialization", "kernel_check", "quantization", "stacks"},
     {"batch", "cache", "experts", "model", "sharding"},

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
+from ..chat_messages import normalize_messages
 from ..chat_template import render_chat
 from ..errors import DataError, UsageError
 from ..infer.engine.engine import Engine
@@ -138,7 +139,7 @@ class TextModel:
         def render(messages: Sequence[dict[str, str]]) -> str:
             return render_chat(
                 self.tokenizer,
-                messages,
+                normalize_messages(messages),
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,
             )

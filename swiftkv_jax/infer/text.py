@@ -7,12 +7,14 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from ..chat_messages import MessageError, normalize_messages
 from ..chat_template import render_chat
 from ..errors import DataError, UsageError
 from .engine.requests import Request
 from .stop_strings import StopStrings
 
 REPLACEMENT = "\ufffd"
+_MESSAGES = "messages must be a list of objects with role and content, or tool_calls"
 PROMPT_TOKENS = 6
 """Number of last tokens of a prompt on which its continuation's text can depend."""
 HELD_TOKENS = 8
@@ -99,14 +101,16 @@ def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[i
     """Token ids of a conversation up to the assistant's turn. The template writes every special
     token itself.
 
-    Raises `UsageError` if the tokenizer has no template, if the messages are not a list of objects
-    with a role, or if the template refuses them or fails on them (`chat_template.render_chat`).
+    Raises `UsageError` if the tokenizer has no template, if the messages are not a list of what
+    `chat_messages.normalize_message` takes, or if the template refuses them or fails on them
+    (`chat_template.render_chat`).
     """
-    if not isinstance(messages, list | tuple) or not all(map(_is_message, messages)):
-        raise UsageError(
-            "messages must be a list of objects with role and content (a text or a list), or "
-            "tool_calls"
-        )
+    if not isinstance(messages, list | tuple):
+        raise UsageError(f"{_MESSAGES}, not {type(messages).__name__}")
+    try:
+        messages = normalize_messages(messages)
+    except MessageError as error:
+        raise UsageError(f"{_MESSAGES}; message {error.number}: {error}") from None
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError(
             "this model's tokenizer has no chat template: use a chat model, or plain prompts"
@@ -117,16 +121,6 @@ def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[i
         raise UsageError(str(error)) from error
     check_unicode(text)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _is_message(message: object) -> bool:
-    """Whether a message names its role and has content; an answer that only calls tools has
-    none."""
-    return (
-        isinstance(message, Mapping)
-        and isinstance(message.get("role"), str)
-        and (isinstance(message.get("content"), str | list) or bool(message.get("tool_calls")))
-    )
 
 
 class Detokenizer:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from ... import __version__
+from ...chat_messages import normalize_tools
 from ..engine.engine import Engine
 from ..engine.grammar import Matcher
 from .bodies.forms import Form, form_of
@@ -139,7 +140,7 @@ class App:
             counting=counting,
             add_special_tokens=bool(body.add_special_tokens),
             truncation=self.truncation_of(body) if isinstance(body, ChatBody) else None,
-            tools=None if body.tools is None else msgspec.to_builtins(body.tools),
+            tools=normalize_tools(msgspec.to_builtins(body.tools)),
         )
 
     def truncation_of(self, body: ChatBody | CompletionBody) -> Truncation | None:

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from ...chat_messages import MessageError, normalize_message
 from .errors import invalid
 from .options import MAX_PROMPTS
 
 MAX_MESSAGES = 4096
-TEXT_TYPES = ("text", "input_text", "output_text")
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -183,18 +183,6 @@ class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["function"] = "function"
     index: int | None = None
 
-    def rendered(self) -> dict[str, Any]:
-        """The call as chat templates take it: arguments as an object."""
-        arguments = self.function.arguments
-        if isinstance(arguments, str):
-            try:
-                found = msgspec.json.decode(arguments or "{}")
-            except (msgspec.DecodeError, RecursionError):
-                found = None
-            arguments = found if isinstance(found, dict) else arguments
-        function = {"name": self.function.name, "arguments": arguments}
-        return {"type": "function", "function": function} | ({"id": self.id} if self.id else {})
-
 
 class ContentPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A part of a message. Fields of other types are known so that these are refused by type."""
@@ -231,46 +219,11 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_def
 
     def rendered(self, number: int) -> dict[str, Any]:
         """The message as chat templates take it. Raises `APIError`."""
-        at = f"messages[{number}]"
-        for name in ("audio", "function_call"):
-            if getattr(self, name):
-                raise invalid(f"{at}.{name}", f"`{name}` is not supported", "unsupported_parameter")
-        content = self.content
-        if isinstance(content, list):
-            for index, part in enumerate(content):
-                if part.type not in TEXT_TYPES:
-                    raise invalid(
-                        f"{at}.content[{index}].type",
-                        f"a part of type {part.type!r}: the model reads text alone",
-                        "unsupported_parameter",
-                    )
-                if part.text is None:
-                    raise invalid(f"{at}.content[{index}].text", "`text` is missing")
-            content = "".join(part.text or "" for part in content)
-        reasoning = self._reasoning(at)
-        if content is None and not (
-            self.role == "assistant" and (self.tool_calls or self.refusal or reasoning)
-        ):
-            raise invalid(f"{at}.content", f"a message of role {self.role!r} needs `content`")
-        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
-        found["content"] = self.refusal if content is None and self.refusal else content or ""
-        for name in ("name", "tool_call_id"):
-            if (value := getattr(self, name)) is not None:
-                found[name] = value
-        if reasoning:  # under either name that templates read
-            found |= {"reasoning": reasoning, "reasoning_content": reasoning}
-        if self.tool_calls:
-            found["tool_calls"] = [call.rendered() for call in self.tool_calls]
-        return found
-
-    def _reasoning(self, at: str) -> str | None:
-        """What came before the content. Raises `APIError`."""
-        if self.reasoning and self.reasoning_content not in (None, self.reasoning):
-            raise invalid(f"{at}.reasoning", "`reasoning` and `reasoning_content` differ")
-        found = self.reasoning or self.reasoning_content
-        if found and self.role != "assistant":
-            raise invalid(f"{at}.reasoning", f"a message of role {self.role!r} has no reasoning")
-        return found
+        try:
+            return normalize_message(msgspec.to_builtins(self), number)
+        except MessageError as error:
+            code = "unsupported_parameter" if error.unsupported else "invalid_value"
+            raise invalid(f"messages[{number}].{error.field}", str(error), code) from None
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

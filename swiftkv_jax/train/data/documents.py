@@ -6,6 +6,8 @@ import dataclasses
 import json
 from typing import Any
 
+from ...chat_messages import MessageError, normalize_messages, normalize_tools
+
 FORMS = (
     '"text"; "messages"; "prompt" and "completion" (text, or lists of messages); '
     '"conversations" with "from" and "value"'
@@ -68,13 +70,9 @@ def parse_row(row: Any, origin: str) -> Document | Unreadable:
     )
     try:
         if "messages" in fields:
-            return Document(
-                origin, messages=_messages(fields["messages"]), tools=fields.get("tools")
-            )
+            return _chat(origin, _list(fields, "messages"), fields)
         if "conversations" in fields:
-            return Document(
-                origin, messages=_sharegpt(fields["conversations"]), tools=fields.get("tools")
-            )
+            return _chat(origin, _sharegpt(fields["conversations"]), fields)
         if "prompt" in fields and "completion" in fields:
             return _prompt_and_completion(fields, origin)
         if isinstance(fields.get("text"), str):
@@ -93,26 +91,43 @@ def _prompt_and_completion(fields: dict[str, Any], origin: str) -> Document:
     if isinstance(prompt, str) and isinstance(completion, str):
         return Document(origin, text=prompt + completion, given=len(prompt))
     if isinstance(prompt, list) and isinstance(completion, list):
-        messages = _messages(prompt) + _messages(completion)
-        return Document(origin, messages=messages, tools=fields.get("tools"), given=len(prompt))
+        return _chat(origin, prompt + completion, fields, given=len(prompt))
     raise _Malformed('"prompt" and "completion" must both be text, or both lists of messages')
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
-    """Messages for a chat template: role, content, and whatever else they carry."""
-    if not isinstance(value, list):
-        raise _Malformed('"messages" must be a list')
-    return [_message(number, message) for number, message in enumerate(value)]
+def _chat(origin: str, messages: list[Any], fields: dict[str, Any], *, given: int = 0) -> Document:
+    """A conversation as chat templates get it. Raises `_Malformed`."""
+    try:
+        return Document(
+            origin,
+            messages=normalize_messages(messages),
+            tools=_tools(fields.get("tools")),
+            given=given,
+        )
+    except MessageError as error:
+        raise _Malformed(f"message {error.number}: {error}") from None
 
 
-def _message(number: int, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
-        raise _Malformed(f'message {number}: expected {{"role": "...", "content": "..."}}')
-    message = {name: part for name, part in value.items() if part is not None}
-    content = message.setdefault("content", None)
-    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        raise _Malformed(f'message {number}: "content" must be text, or null beside "tool_calls"')
-    return message
+def _tools(value: Any) -> list[dict[str, Any]] | None:
+    """Descriptions of tools, which may be JSON text. Raises `_Malformed`."""
+    try:
+        tools = json.loads(value) if isinstance(value, str) and value else value
+        if isinstance(tools, list):  # columns of Arrow hold one text per tool where schemas differ
+            tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
+    except (ValueError, RecursionError):
+        raise _Malformed('"tools" is text, and not valid JSON') from None
+    if tools and not isinstance(tools, list):
+        raise _Malformed(f'"tools" must be a list, not {type(tools).__name__}')
+    try:
+        return normalize_tools(tools or None)
+    except ValueError as error:
+        raise _Malformed(f'"tools": {error}') from None
+
+
+def _list(fields: dict[str, Any], name: str) -> list[Any]:
+    if not isinstance(fields[name], list):
+        raise _Malformed(f'"{name}" must be a list')
+    return fields[name]
 
 
 def _sharegpt(value: Any) -> list[dict[str, Any]]:

@@ -112,8 +112,16 @@ def _record_batches(file: Path, batches: Iterable[Any], columns: list[str]) -> D
             0, batch.num_rows, _RECORDS_PER_READ
         ):  # a batch may hold thousands of long rows
             for row in batch.select(columns).slice(start, _RECORDS_PER_READ).to_pylist():
-                yield parse_row(row, f"{file}:row {number}")
+                yield parse_row(_without_nulls(row), f"{file}:row {number}")
                 number += 1
+
+
+def _without_nulls(value: Any) -> Any:
+    """`value` without the fields that are null: a struct of Arrow has the fields of all rows in
+    each. Of two calls with the arguments `city` and `ticker` both would have both."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _known_columns(file: Path, names: list[str]) -> list[str]:

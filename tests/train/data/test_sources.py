@@ -14,14 +14,17 @@ from swiftkv_jax.errors import DataError, UsageError
 from swiftkv_jax.train.data.documents import Document, Unreadable, parse_row
 from swiftkv_jax.train.data.sources import STDLIB, DataSource, find_files, parse_source, read_file
 
+
+def calling(**arguments):
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
 CHAT = [
     {"messages": [{"role": "user", "content": "two?"}, {"role": "assistant", "content": "2"}]},
-    {
-        "messages": [
-            {"role": "user", "content": "é"},
-            {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]},
-        ]
-    },
+    # A struct of Arrow has all three arguments in both calls.
+    {"messages": [{"role": "user", "content": "é"}, calling(city="Paris", days=[1, 2])]},
+    {"messages": [{"role": "user", "content": "é"}, calling(ticker="X")]},
 ]
 
 
@@ -74,6 +77,19 @@ WRITERS = {
 def test_every_format_gives_the_same_messages(tmp_path, name):
     WRITERS[name](tmp_path / name, CHAT)
     assert [row.messages for row in read(tmp_path / name)] == [row["messages"] for row in CHAT]
+
+
+def test_nulls_that_a_row_brings_stay(tmp_path):
+    """Where the format can tell them from fields that are not there, and in JSON text anywhere."""
+    for name, write in WRITERS.items():
+        text = calling()
+        text["tool_calls"][0]["function"]["arguments"] = '{"city": null}'
+        write(tmp_path / name, [{"messages": [text]}])
+        (row,) = read(tmp_path / name)
+        assert row.messages == [calling(city=None)], name
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [calling(city=None)]}))
+    (row,) = read(tmp_path / "rows.jsonl")
+    assert row.messages == [calling(city=None)]
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -146,6 +162,8 @@ def test_bad_weights(text):
 
 
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
 
 
 @pytest.mark.parametrize(
@@ -157,8 +175,8 @@ USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content"
             Document("o", messages=[USER, ANSWER]),
         ),
         (
-            {"messages": [USER | {"name": "n", "x": None}], "tools": [1]},
-            Document("o", messages=[USER | {"name": "n"}], tools=[1]),
+            {"messages": [USER | {"name": "n", "x": None}], "tools": [TOOL]},
+            Document("o", messages=[USER | {"name": "n"}], tools=[TOOL]),
         ),
         ({"prompt": "q ", "completion": "a"}, Document("o", text="q a", given=2)),
         (
@@ -170,8 +188,8 @@ USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content"
             Document("o", messages=[USER, ANSWER]),
         ),
         (
-            {"messages": [{"role": "assistant", "tool_calls": [1]}]},
-            Document("o", messages=[{"role": "assistant", "tool_calls": [1], "content": None}]),
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]},
+            Document("o", messages=[{"role": "assistant", "content": "", "tool_calls": [CALL]}]),
         ),
     ],
 )
@@ -189,7 +207,7 @@ def test_row_forms(row, expected):
         ({"prompt": "a", "completion": [ANSWER]}, "must both be text"),
         ({"messages": "hello"}, '"messages" must be a list'),
         ({"messages": [USER, {"content": "no role"}]}, "message 1: expected"),
-        ({"messages": [{"role": "user"}]}, 'message 0: "content" must be text'),
+        ({"messages": [{"role": "user"}]}, "message 0: a message of role 'user' needs `content`"),
         ({"conversations": {}}, '"conversations" must be a list'),
         (
             {"conversations": [{"from": "robot", "value": "x"}]},
