@@ -94,25 +94,36 @@ def of_usage(error: UsageError, names: Mapping[str, str] | None = None) -> APIEr
 
 
 @contextlib.contextmanager
-def renaming(names: Mapping[str, str], places: Sequence[str]) -> Iterator[None]:
+def renaming(
+    names: Mapping[str, str], places: Sequence[str], tools: Sequence[str] | None = None
+) -> Iterator[None]:
     """Errors of a chat leave the block in the names of another body: see `_renamed`."""
     try:
         yield
     except APIError as error:
-        raise _renamed(error, names, places) from None
+        raise _renamed(error, names, places, tools) from None
 
 
-def _renamed(error: APIError, names: Mapping[str, str], places: Sequence[str]) -> APIError:
+def _renamed(
+    error: APIError,
+    names: Mapping[str, str],
+    places: Sequence[str],
+    tools: Sequence[str] | None,
+) -> APIError:
     """An error of a chat in the names of another body. `names` maps fields of a chat to those of
-    the body, `places` are where its messages come from. Only what `param` names is renamed, and
-    what is in backticks: the rest of a message may be the client's own words."""
+    the body, `places` are where its messages come from, `tools` where its tools do, None for those
+    of the same number. Only what `param` names is renamed, and what is in backticks: the rest of a
+    message may be the client's own words."""
     message, param = error.message, error.param
     for chat, name in names.items():
         message = message.replace(f"`{chat}`", f"`{name}`")
         param = name if param == chat else param
-    found = re.match(r"messages\[(\d+)\]|tools\[\d+\]\.function", param or "")
+    found = re.match(r"messages\[(\d+)\]|tools\[(\d+)\]\.function", param or "")
     if param is not None and found is not None:
-        here = places[int(found[1])] if found[1] else found[0].removesuffix(".function")
+        if found[1]:
+            here = places[int(found[1])]
+        else:
+            here = f"tools[{found[2]}]" if tools is None else tools[int(found[2])]
         message = message.replace(found[0], here)
         rest = param[found.end() :].removeprefix(".")
         param = ".".join(filter(None, (here, names.get(rest, rest))))

@@ -6,8 +6,9 @@ from typing import Any
 import openai
 import pytest
 
+from swiftkv_jax.infer.serve.api.response_bodies import InputItem, ResponsesBody
 from swiftkv_jax.infer.serve.api.response_events import ResponseWriter
-from swiftkv_jax.infer.serve.api.responses import InputItem, ResponsesBody, chat_body
+from swiftkv_jax.infer.serve.api.responses import chat_body
 from swiftkv_jax.infer.serve.errors import APIError
 from swiftkv_jax.infer.serve.protocol import MAX_MESSAGES, Message
 from tests.infer.serve.test_forms import ROOM, SCHEMA, check_schema
@@ -155,14 +156,19 @@ def test_an_answer_may_be_sent_back(client):
         ({"conversation": "c"}, "conversation"),
         ({"truncation": "auto"}, "truncation"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
-        ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+        ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
         (
-            {"input": [{"type": "reasoning", "encrypted_content": "x"}]},
-            "input[0].encrypted_content",
+            {"include": ["reasoning.encrypted_content", "message.output_text.logprobs"]},
+            "include[1]",
         ),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": []}, "tools"),
+        ({"context_management": [{"type": "compaction"}]}, "context_management"),
+        ({"tools": [{"type": "custom", "name": "patch"}]}, "tools[0].type"),
+        ({"tools": [{"type": "local_shell"}]}, "tools[0].type"),
+        ({"tools": [{"name": "f"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [FORECAST | {"colour": 1}]}, "tools[0].colour"),
+        ({"tools": [FORECAST | {"parameters": []}]}, "tools[0].parameters"),
+        ({"tools": [FORECAST | {"strict": 1}]}, "tools[0].strict"),
         ({"input": []}, "input"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].arguments"),
         ({"input": [{"role": "user"}]}, "input[0].content"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import APIError
@@ -26,8 +27,12 @@ class ResponseWriter:
     """One answer. Reasoning, each stretch of text and each call of a function are items of their
     own; one is closed before the next is opened."""
 
-    def __init__(self, facts: dict[str, Any]):
-        """`facts` are fields of the response object."""
+    def __init__(
+        self, facts: dict[str, Any], namespaced: Mapping[str, tuple[str, str]] | None = None
+    ):
+        """`facts` are fields of the response object. `namespaced` maps names that the model has for
+        functions to (namespace, name)."""
+        self._namespaced = namespaced or {}
         self.answer: dict[str, Any] = {
             "object": "response",
             "status": "in_progress",
@@ -78,16 +83,16 @@ class ResponseWriter:
     def _add_call(self, call: ToolCallDelta) -> bytes:
         events = b""
         if call.name is not None:
-            events += self._begin(
-                {
-                    "id": f"fc_{secrets.token_hex(12)}",
-                    "type": "function_call",
-                    "status": "in_progress",
-                    "call_id": call.id,
-                    "name": call.name,
-                    "arguments": "",
-                }
-            )
+            namespace, name = self._namespaced.get(call.name, (None, call.name))
+            item = {
+                "id": f"fc_{secrets.token_hex(12)}",
+                "type": "function_call",
+                "status": "in_progress",
+                "call_id": call.id,
+                "name": name,
+                "arguments": "",
+            }
+            events += self._begin(item | ({"namespace": namespace} if namespace else {}))
         if call.arguments:
             self._texts.append(call.arguments)
             events += self._event(

@@ -7,7 +7,7 @@ https://platform.openai.com/docs/api-reference/responses
 from __future__ import annotations
 
 import time
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -17,26 +17,29 @@ from ..errors import invalid, renaming, unsupported
 from ..http.exchange import HTTPExchange
 from ..protocol import (
     MAX_MESSAGES,
-    Body,
     ChatBody,
-    ContentPart,
-    Effort,
-    Function,
     FunctionCall,
     FunctionName,
     JSONSchema,
     Message,
     NamedToolChoice,
     ResponseFormat,
-    Tool,
     ToolCall,
 )
 from ..service.admission import Reservation
 from ..service.generation import Generation
 from .event_stream import answer_in_events
 from .generate import chat_generation
+from .response_bodies import (
+    FunctionChoice,
+    InputItem,
+    ReasoningOptions,
+    ResponsesBody,
+    TextOptions,
+)
 from .response_events import ResponseWriter
-from .run import run
+from .response_tools import OfferedTools, offered, shown_name
+from .run import note_ignored, run
 
 _OF_ITEMS = {
     "message": ("role", "content"),
@@ -44,97 +47,15 @@ _OF_ITEMS = {
     "function_call_output": ("call_id", "output"),
     "reasoning": (),
 }
-"""Type of an item -> its fields, all of them needed. Reasoning may have `content`."""
-
-
-class InputItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A message, a call of a function, what it returned, or reasoning (`_OF_ITEMS`)."""
-
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
-    role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    arguments: str | None = None
-    call_id: str | None = None
-    output: str | list[ContentPart] | None = None
-    id: str | None = None
-    status: str | None = None
-    phase: str | None = None
-    summary: Any = None
-    encrypted_content: str | None = None
-
-
-class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str | None = None
-    description: str | None = None
-    schema: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
-
-
-class FunctionTool(Function, kw_only=True, forbid_unknown_fields=True):
-    type: Literal["function"]
-
-
-class FunctionChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    type: Literal["function"]
-    name: str
-
-
-class ReasoningOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    effort: Effort | None = None
-    summary: Any = None
-    generate_summary: Any = None
-
-
-class EventOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    include_obfuscation: bool | None = None
-
-
-class ResponsesBody(Body, kw_only=True):
-    input: str | list[InputItem]
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    stream: bool | None = None
-    stream_options: EventOptions | None = None
-    text: TextOptions | None = None
-    tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning: ReasoningOptions | None = None
-
-    # Accepted without effect.
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: Any = None
-    metadata: dict[str, str] | None = None
-
-    # Refused unless they ask for nothing.
-    background: Any = None
-    conversation: Any = None
-    include: Any = None
-    max_tool_calls: Any = None
-    previous_response_id: Any = None
-    prompt: Any = None
-    service_tier: Any = None
-    store: Any = None
-    top_logprobs: Any = None
-    truncation: Any = None
+"""Type of an item -> its fields, all of them needed. Reasoning may have `content`, a call a
+`namespace`."""
 
 
 _ASK_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
     "background": (False,),
+    "context_management": ([],),
     "conversation": (),
-    "include": ([],),
-    "max_tool_calls": (),
+    "moderation": (),
     "previous_response_id": (),
     "prompt": (),
     "service_tier": ("auto", "default"),
@@ -151,6 +72,17 @@ _NAMES = {
     "reasoning_effort": "reasoning.effort",
 }
 """Fields of a chat -> those of this body."""
+_INCLUDABLE = (
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
+"""What `include` may ask for. Reasoning is in an answer as text, which a client sends back in place
+of `encrypted_content`; no answer has anything of the others."""
 _STATELESS = {
     "background": "answers are not kept: ask with `stream`",
     "conversation": "conversations are not kept: send all items in `input`",
@@ -170,11 +102,13 @@ async def _prepare(
     refuse_fields(body, _ASK_FOR_NOTHING, _STATELESS)
     if body.stream_options is not None and body.stream_options.include_obfuscation:
         raise unsupported("stream_options.include_obfuscation")
-    for name in ("summary", "generate_summary"):
-        if body.reasoning is not None and getattr(body.reasoning, name) is not None:
-            raise unsupported(f"reasoning.{name}", "reasoning is not summarized: it is all there")
-    chat, items = chat_body(body)
-    with renaming(_NAMES, items):
+    for number, wanted in enumerate(body.include or ()):
+        if wanted not in _INCLUDABLE:
+            raise unsupported(f"include[{number}]", f"`include`: there is no {wanted!r} here")
+    tools = offered(body.tools, ignore_unknown=app.options.unknown_fields == "ignore")
+    note_ignored(exchange, tools.ignored)
+    chat, items = chat_body(body, tools)
+    with renaming(_NAMES, items, tools.places):
         refuse_unsupported(chat)
         generation, params = await chat_generation(app, exchange, chat, reservation)
     facts = {
@@ -184,24 +118,25 @@ async def _prepare(
         "temperature": params.temperature,
         "top_p": params.top_p,
     }
-    return generation, ResponseWriter(_echo(body) | facts)
+    return generation, ResponseWriter(_echo(body) | facts, tools.namespaced)
 
 
 def _echo(body: ResponsesBody) -> dict[str, Any]:
     """What an answer repeats of its request."""
     choice = "auto" if body.tool_choice is None else msgspec.to_builtins(body.tool_choice)
-    tools = [{"type": "function", **msgspec.to_builtins(tool)} for tool in body.tools or ()]
+    reasoning = body.reasoning or ReasoningOptions()
     wanted = body.text.format if body.text else None
     format = {"type": "text"} if wanted is None else msgspec.to_builtins(wanted)
     return {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
+        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
         "text": {"format": {name: each for name, each in format.items() if each is not None}},
         "tool_choice": choice,
-        "tools": tools,
+        "tools": body.tools or [],
         "user": body.user,
     }
 
@@ -209,10 +144,10 @@ def _echo(body: ResponsesBody) -> dict[str, Any]:
 # The chat ------------------------------------------------------------------------------
 
 
-def chat_body(body: ResponsesBody) -> tuple[ChatBody, list[str]]:
-    """(the chat that a body asks for, where each of its messages comes from). Raises
-    `APIError`."""
-    items = body.input
+def chat_body(body: ResponsesBody, tools: OfferedTools | None = None) -> tuple[ChatBody, list[str]]:
+    """(the chat that a body asks for, where each of its messages comes from). `tools` are those of
+    the body. Raises `APIError`."""
+    items, tools = body.input, tools or OfferedTools()
     if isinstance(items, str):
         items = [InputItem(role="user", content=items)]
     if not 1 <= len(items) <= MAX_MESSAGES:
@@ -223,7 +158,8 @@ def chat_body(body: ResponsesBody) -> tuple[ChatBody, list[str]]:
         places.insert(0, "instructions")
     choice = body.tool_choice
     if isinstance(choice, FunctionChoice):
-        choice = NamedToolChoice(type="function", function=FunctionName(name=choice.name))
+        function = FunctionName(name=tools.name_of(choice))
+        choice = NamedToolChoice(type="function", function=function)
     chat = ChatBody(
         model=body.model,
         messages=messages,
@@ -231,7 +167,7 @@ def chat_body(body: ResponsesBody) -> tuple[ChatBody, list[str]]:
         temperature=body.temperature,
         top_p=body.top_p,
         response_format=_format(body.text),
-        tools=None if body.tools is None else [_tool(tool) for tool in body.tools],
+        tools=tools.tools or None,
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
@@ -249,7 +185,8 @@ def _messages(items: list[InputItem]) -> tuple[list[Message], list[str]]:
     calls: list[ToolCall] | None = None
     reasons = False  # the item before is reasoning
     for number, item in enumerate(items):
-        at, fields = f"input[{number}]", _OF_ITEMS[item.type]
+        at = f"input[{number}]"
+        fields = _fields(item, at)
         for name in ("role", "content", "name", "arguments", "call_id", "output"):
             if item.type == "reasoning" and name == "content":
                 continue
@@ -258,7 +195,8 @@ def _messages(items: list[InputItem]) -> tuple[list[Message], list[str]]:
                 raise invalid(f"{at}.{name}", f"an item of type {item.type!r} {needs} `{name}`")
         reasoned, reasons = reasons, False
         if item.type == "function_call":
-            function = FunctionCall(name=item.name or "", arguments=item.arguments or "")
+            name = shown_name(item.namespace, item.name or "")
+            function = FunctionCall(name=name, arguments=item.arguments or "")
             call = ToolCall(function=function, id=item.call_id)
             if calls is not None:
                 calls.append(call)
@@ -273,7 +211,7 @@ def _messages(items: list[InputItem]) -> tuple[list[Message], list[str]]:
             message = Message(role="tool", content=item.output, tool_call_id=item.call_id)
         elif item.type == "reasoning":
             calls = None
-            if not (text := _reasoning_text(item, at)):
+            if not (text := _reasoning_text(item)):
                 continue
             message, reasons = Message(role="assistant", reasoning=text), True
         elif reasoned and item.role == "assistant":
@@ -288,10 +226,22 @@ def _messages(items: list[InputItem]) -> tuple[list[Message], list[str]]:
     return messages, places
 
 
-def _reasoning_text(item: InputItem, at: str) -> str:
-    """The text of an item of reasoning; a summary is none. Raises `APIError`."""
-    if item.encrypted_content is not None:
-        raise unsupported(f"{at}.encrypted_content", "reasoning is not encrypted here")
+def _fields(item: InputItem, at: str) -> tuple[str, ...]:
+    """The fields that an item needs. Raises `APIError` for a type that is not supported."""
+    if item.type == "item_reference":
+        message = "items are not kept: set `store` to false, so that the client sends them whole"
+        raise unsupported(f"{at}.type", message)
+    if item.type not in _OF_ITEMS:
+        raise unsupported(f"{at}.type", f"an item of type {item.type!r} is not supported")
+    if item.namespace is not None and item.type != "function_call":
+        message = f"an item of type {item.type!r} has no `namespace`"
+        raise invalid(f"{at}.namespace", message)
+    return _OF_ITEMS[item.type]
+
+
+def _reasoning_text(item: InputItem) -> str:
+    """The text of an item of reasoning; a summary is none, nor is what another server has
+    encrypted."""
     if not isinstance(item.content, list):
         return item.content or ""
     return "".join(part.text or "" for part in item.content)
@@ -309,13 +259,3 @@ def _format(text: TextOptions | None) -> ResponseFormat | None:
             raise invalid("text.format.schema", "`schema` is missing")
         schema = JSONSchema(name=found.name, schema=found.schema, strict=found.strict)
     return ResponseFormat(type=found.type, json_schema=schema)
-
-
-def _tool(tool: FunctionTool) -> Tool:
-    function = Function(
-        name=tool.name,
-        description=tool.description,
-        parameters=tool.parameters,
-        strict=tool.strict,
-    )
-    return Tool(type="function", function=function)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from ..app import App
 from ..bodies.decoding import decode
@@ -128,10 +128,16 @@ def body_of[B: Body](app: App, exchange: HTTPExchange, kind: type[B], content: b
     that were ignored. Raises `APIError`."""
     ignore = app.options.unknown_fields == "ignore"
     body, ignored = decode(kind, content, ignore_unknown=ignore)
-    if ignored:
-        exchange.extra["x-ignored-fields"] = _header(",".join(ignored))
+    note_ignored(exchange, ignored)
     app.check_model(body.model)
     return body
+
+
+def note_ignored(exchange: HTTPExchange, paths: Sequence[str]) -> None:
+    """Name what has no effect in a header of the answer, besides what it names already."""
+    if paths:
+        found = filter(None, (exchange.extra.get("x-ignored-fields"), *paths))
+        exchange.extra["x-ignored-fields"] = _header(",".join(found))
 
 
 def _header(text: str) -> str:

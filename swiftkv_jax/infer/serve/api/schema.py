@@ -10,7 +10,7 @@ import msgspec
 from .... import __version__
 from ..protocol import ChatBody, CompletionBody, DetokenizeBody, ScoreBody, TokenizeBody
 from .message_bodies import CountTokensBody, MessagesBody
-from .responses import ResponsesBody
+from .response_bodies import ResponsesBody
 
 _BODIES = {
     "/v1/chat/completions": (ChatBody, "Continue a conversation"),

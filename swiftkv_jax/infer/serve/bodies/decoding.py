@@ -1,4 +1,5 @@
-"""From the bytes of a body to its type: unknown fields are refused, or left out and named."""
+"""From the bytes of a body to its type: unknown fields are refused, or left out and named. A number
+such as 16.0 is an integer, as in JSON Schema."""
 
 from __future__ import annotations
 
@@ -40,12 +41,25 @@ def decode[B: Body](kind: type[B], body: bytes, *, ignore_unknown: bool) -> tupl
         raise invalid(None, "the body is nested too deeply", "invalid_json") from None
 
 
+def convert[T: msgspec.Struct](
+    kind: type[T], value: dict[str, Any], at: str, *, ignore_unknown: bool
+) -> tuple[T, list[str]]:
+    """`decode` for a part of a body, at the path `at`, whose type the part itself says."""
+    most = None if ignore_unknown else MAX_NULLS
+    dropped = sorted(_drop_unknown(value, _type_info(kind), at, most_nulls=most))
+    try:
+        return msgspec.convert(value, type=kind), dropped if ignore_unknown else []
+    except msgspec.ValidationError as error:
+        raise _of_validation(error, at) from None
+
+
 def _decode[B: Body](kind: type[B], body: bytes) -> B:
     """A body without the unknown fields that are null: clients send back what they were given."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        if b"null" not in body or "unknown field" not in str(error):
+        has_null = b"null" in body and "unknown field" in str(error)
+        if not (has_null or "got `float`" in str(error)):
             raise
         if body.count(b"[") + body.count(b"{") > MAX_BRACKETS:
             raise
@@ -62,12 +76,15 @@ def _drop_unknown(
     value: Any, kind: inspect.Type, at: str = "", *, most_nulls: int | None = None
 ) -> list[str]:
     """Remove the fields that the types of `kind` refuse; with `most_nulls` of them the nulls alone,
-    and no more after so many. Returns their paths; `at` is that of `value`."""
+    and no more after so many. Returns their paths; `at` is that of `value`. Where `kind` has
+    integers, 16.0 becomes 16."""
     if isinstance(kind, inspect.UnionType):
         found = (_drop_unknown(value, one, at, most_nulls=most_nulls) for one in kind.types)
         return [path for paths in found for path in paths]
     if isinstance(kind, inspect.ListType) and isinstance(value, list):
-        inside = ((one, kind.item_type, f"{at}[{number}]") for number, one in enumerate(value))
+        inside = (
+            (number, one, kind.item_type, f"{at}[{number}]") for number, one in enumerate(value)
+        )
         dropped = []
     elif isinstance(kind, inspect.StructType) and isinstance(value, dict):
         prefix, known = f"{at}." if at else "", {one.encode_name: one.type for one in kind.fields}
@@ -80,20 +97,33 @@ def _drop_unknown(
         for name in dropped:
             del value[name]
         dropped = [prefix + name for name in dropped]
-        inside = ((value[name], known[name], prefix + name) for name in value.keys() & known.keys())
+        inside = (
+            (name, value[name], known[name], prefix + name) for name in value.keys() & known.keys()
+        )
     else:
         return []
-    for one, one_kind, path in inside:
+    for place, one, one_kind, path in inside:
+        if isinstance(one, float) and _is_integer(one, one_kind):
+            value[place] = int(one)
         dropped += _drop_unknown(one, one_kind, path, most_nulls=most_nulls)
         if most_nulls is not None and len(dropped) > most_nulls:
             break
     return dropped
 
 
-def _of_validation(error: msgspec.ValidationError) -> APIError:
+def _is_integer(value: float, kind: inspect.Type) -> bool:
+    """Whether a field of `kind` takes a number as an integer. Above 2**53 a float may be another
+    number than the one that was written."""
+    kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+    takes = any(isinstance(one, inspect.IntType) for one in kinds)
+    return takes and value.is_integer() and abs(value) < 2**53
+
+
+def _of_validation(error: msgspec.ValidationError, within: str = "") -> APIError:
+    """400 for the value of a field. `within` is the path of what was converted."""
     text, at, path = str(error).rpartition(" - at `$")  # the last: values may look like it
     text, path = (text, path) if at else (path, "")
-    path = path.rstrip("`").removeprefix(".")
+    path = f"{within}{path.rstrip('`')}".removeprefix(".")
     if text.startswith("Object contains unknown field"):
         name = text.rpartition("field `")[2].rstrip("`")
         path = f"{path}.{name}" if path else name

@@ -1,0 +1,125 @@
+"""Bodies of OpenAI's Responses API, as types: see `protocol`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from ..protocol import Body, ContentPart, Effort, Function
+
+NAME = r"^[A-Za-z0-9_-]{1,64}(?!\n)$"
+
+
+class InputItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A message, a call of a function, what it returned, or reasoning (`responses._OF_ITEMS`)."""
+
+    type: str = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[ContentPart] | None = None
+    namespace: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    call_id: str | None = None
+    output: str | list[ContentPart] | None = None
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+    summary: Any = None
+    encrypted_content: str | None = None
+    caller: Any = None
+
+
+class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class FunctionTool(Function, kw_only=True, forbid_unknown_fields=True):
+    """A function that the client runs."""
+
+    type: Literal["function"]
+
+    # Accepted without effect.
+    allowed_callers: Any = None
+    defer_loading: bool | None = None
+    output_schema: Any = None
+
+
+class NamespaceTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A group of functions. A call says of which group its function is."""
+
+    type: Literal["namespace"]
+    name: Annotated[str, msgspec.Meta(pattern=NAME)]
+    description: str | None = None
+    tools: list[dict[str, Any]]
+
+
+class FunctionChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["function"]
+    name: str
+    namespace: str | None = None
+
+
+Summary = Literal["auto", "concise", "detailed"]
+
+
+class ReasoningOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    effort: Effort | None = None
+
+    # Advice, without effect.
+    context: Literal["auto", "current_turn", "all_turns"] | None = None
+    generate_summary: Summary | None = None
+    mode: Literal["standard"] | None = None
+    summary: Summary | None = None
+
+
+class EventOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    include_obfuscation: bool | None = None
+
+
+class ResponsesBody(Body, kw_only=True):
+    input: str | list[InputItem]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    stream_options: EventOptions | None = None
+    text: TextOptions | None = None
+    tools: list[dict[str, Any]] | None = None
+    """Of any type: `response_tools`."""
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    include: list[str] | None = None
+
+    # Accepted without effect.
+    client_metadata: Any = None
+    max_tool_calls: int | None = None
+    prompt_cache_options: Any = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Any = None
+    metadata: dict[str, str] | None = None
+
+    # Refused unless they ask for nothing.
+    background: Any = None
+    context_management: Any = None
+    conversation: Any = None
+    moderation: Any = None
+    previous_response_id: Any = None
+    prompt: Any = None
+    service_tier: Any = None
+    store: Any = None
+    top_logprobs: Any = None
+    truncation: Any = None

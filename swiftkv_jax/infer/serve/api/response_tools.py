@@ -1,0 +1,107 @@
+"""Tools of the Responses API: which of them the model is offered, and under which names."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ..bodies.decoding import convert
+from ..errors import invalid, unsupported
+from ..protocol import Function, Tool
+from ..text.tool_calls import MAX_NAME
+from .response_bodies import FunctionChoice, FunctionTool, NamespaceTool
+
+_HOSTED = re.compile(
+    "(code_interpreter|file_search|image_generation|mcp|programmatic_tool_calling|tool_search"
+    r"|web_search)(_preview)?(_\d{4}_\d\d_\d\d)?"
+)
+"""Types of tools that the server itself would run. This one has none of them: they are accepted,
+and the model is not offered them."""
+_JOIN = "__"
+
+
+@dataclasses.dataclass
+class OfferedTools:
+    """What the model may call of the tools of a body."""
+
+    tools: list[Tool] = dataclasses.field(default_factory=list)
+    places: list[str] = dataclasses.field(default_factory=list)
+    """Path of each of them in the body."""
+    namespaced: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    """Name that the model has for a function -> (namespace, name)."""
+    ignored: list[str] = dataclasses.field(default_factory=list)
+    """Paths of what has no effect."""
+
+    def name_of(self, choice: FunctionChoice) -> str:
+        """The name that the model has for a function. Without a `namespace` it is one that has
+        none, or else the only one of this name."""
+        if choice.namespace is not None:
+            return shown_name(choice.namespace, choice.name)
+        if any(tool.function.name == choice.name for tool in self.tools):
+            return choice.name
+        found = [shown for shown, (_, name) in self.namespaced.items() if name == choice.name]
+        return found[0] if len(found) == 1 else choice.name
+
+
+def offered(tools: Sequence[dict[str, Any]] | None, *, ignore_unknown: bool) -> OfferedTools:
+    """The functions of `tools`, those in namespaces too. `ignore_unknown` is that of `decode`.
+    Raises `APIError`."""
+    found = OfferedTools()
+    for number, tool in enumerate(tools or ()):
+        at = f"tools[{number}]"
+        kind = tool.get("type")
+        if isinstance(kind, str) and _HOSTED.fullmatch(kind):
+            found.ignored.append(at)
+        elif kind == "namespace":
+            group, ignored = convert(NamespaceTool, tool, at, ignore_unknown=ignore_unknown)
+            found.ignored += ignored
+            for place, one in enumerate(group.tools):
+                _add(found, one, f"{at}.tools[{place}]", group, ignore_unknown=ignore_unknown)
+        else:
+            _add(found, tool, at, None, ignore_unknown=ignore_unknown)
+    return found
+
+
+def _add(
+    found: OfferedTools,
+    tool: dict[str, Any],
+    at: str,
+    group: NamespaceTool | None,
+    *,
+    ignore_unknown: bool,
+) -> None:
+    """Add a function, which `group` has if it is in a namespace. Raises `APIError`."""
+    kind = tool.get("type")
+    if kind is None:
+        raise invalid(f"{at}.type", "`type` is missing")
+    if kind != "function":
+        message = f"a tool of type {str(kind)!r} is not supported: declare it as a function"
+        raise unsupported(f"{at}.type", message)
+    one, ignored = convert(FunctionTool, tool, at, ignore_unknown=ignore_unknown)
+    found.ignored += ignored
+    name, description = one.name, one.description
+    if group is not None:
+        name = shown_name(group.name, one.name)
+        if group.description and group.tools[0] is tool:  # once: it may be long
+            description = "\n\n".join(filter(None, (group.description, description)))
+        found.namespaced.setdefault(name, (group.name, one.name))
+    function = Function(
+        name=name, description=description, parameters=one.parameters, strict=one.strict
+    )
+    found.tools.append(Tool(type="function", function=function))
+    found.places.append(at)
+
+
+def shown_name(namespace: str | None, name: str) -> str:
+    """The name that the model has for a function of a namespace. It depends on these two alone, so
+    that a conversation keeps it; one that is too long ends in a digest."""
+    if not namespace:
+        return name
+    joined = f"{namespace.removesuffix(_JOIN)}{_JOIN}{name}"
+    if len(joined) <= MAX_NAME:
+        return joined
+    digest = hashlib.sha256(joined.encode()).hexdigest()[:8]
+    return f"{joined[: MAX_NAME - 9]}_{digest}"
