@@ -121,7 +121,7 @@ def two_model_loss(
         for x, model in ((student_x, student), (teacher_x, teacher))
     )
     next_tokens = jnp.roll(batch.tokens, -1, axis=1)
-    kl, *_ = linear_kl(
+    divergence, *_ = linear_kl(
         AUTHORS.temperature,
         student_x,
         teacher_x,
@@ -130,7 +130,7 @@ def two_model_loss(
         batch.loss_mask,
         config=config,
     )
-    return kl / batch.loss_mask.sum() + AUTHORS.hidden_weight * hidden / (ids > 0).sum()
+    return divergence / batch.loss_mask.sum() + AUTHORS.hidden_weight * hidden / (ids > 0).sum()
 
 
 def shared_loss(

@@ -47,7 +47,8 @@ def main() -> None:
         starts = random.integers(0, len(ids) - LENGTH, ROWS)
         tokens = jnp.array([ids[start : start + LENGTH] for start in starts])
         delta, moments, value, metrics = step(model.llama, delta, moments, tokens)
-        print(f"step {number:2}  loss {value:.3f}  KL {metrics['logits_loss']:.4f}", flush=True)
+        parts = "  ".join(f"{name} {part:.4f}" for name, part in metrics.items())
+        print(f"step {number:2}  loss {value:.3f}  {parts}", flush=True)
 
 
 if __name__ == "__main__":

@@ -257,7 +257,10 @@ def distill_loss(
         objective=Objective(temperature=temperature, hidden_layer=hidden_layer),
         attention=_attention(model, gradient=True),
     )
-    metrics = {"logits_loss": sums.kl / tokens.size, "hidden_loss": sums.hidden / tokens.size}
+    metrics = {
+        "logits_loss": sums.divergence / tokens.size,
+        "hidden_loss": sums.hidden / tokens.size,
+    }
     return metrics["logits_loss"] + hidden_weight * metrics["hidden_loss"], metrics
 
 

@@ -195,8 +195,8 @@ def add_loss(parser: argparse._ActionsContainer) -> None:
     flag(
         "--loss-average",
         choices=get_args(LossAverage),
-        help="what the KL of a step is divided by: its predicted targets, or all its positions "
-        f"(default: {Recipe.loss_average})",
+        help="what the distillation loss of a step is divided by: its predicted targets, or all "
+        f"its positions (default: {Recipe.loss_average})",
     )
     flag(
         "--loss-mask",

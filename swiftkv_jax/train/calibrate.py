@@ -297,7 +297,7 @@ def measure(
             "tokens": int(total.targets),
             "teacher_perplexity": math.exp(means["teacher_loss"]),
             "perplexity": math.exp(means["student_loss"]),
-            "kl": float(means["logits_loss"]),
+            "kl": float(means["kl"]),
             "agreement": float(means["agreement"]),
             "far_tokens": far_tokens,
             "far_nats": far_nats,

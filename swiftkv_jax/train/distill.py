@@ -81,27 +81,29 @@ AUTHORS = Objective()
 
 @struct.dataclass
 class Sums:
-    """Sums over one batch, all f32[]. Only `kl` and `hidden` are differentiable, and only in the
-    delta."""
+    """Sums over one batch, all f32[]. Only `divergence` and `hidden` are differentiable, and only
+    in the delta."""
 
-    kl: Array  # sum over positions of loss_mask * temperature^2 * KL(teacher || student), nats
+    divergence: Array  # sum of loss_mask * temperature^2 * the objective's divergence, nats
     hidden: Array  # sum over real tokens of the hidden states' error, see `HiddenLoss`
     targets: Array  # sum of loss_mask
     tokens: Array  # real (not padding) tokens
     agreement: Array  # sum of loss_mask where both models rank the same token first
     teacher_nll: Array  # sum of loss_mask * cross-entropy of the teacher with the next token, nats
     student_nll: Array  # the same for the student
+    kl: Array  # sum of loss_mask * KL(teacher || student) at temperature 1, nats
 
     def means(self, average: LossAverage = "targets") -> dict[str, Array]:
         """Per-token means, independent of padding, packing and device layout. `average` decides
-        what `logits_loss` is divided by."""
+        what `logits_loss` is divided by. `kl` is the same measure whatever the objective is."""
         targets, tokens = jnp.maximum(self.targets, 1), jnp.maximum(self.tokens, 1)
         return {
-            "logits_loss": self.kl / (targets if average == "targets" else tokens),
+            "logits_loss": self.divergence / (targets if average == "targets" else tokens),
             "hidden_loss": self.hidden / tokens,
             "agreement": self.agreement / targets,
             "teacher_loss": self.teacher_nll / targets,
             "student_loss": self.student_nll / targets,
+            "kl": self.kl / targets,
         }
 
 
@@ -170,7 +172,7 @@ def distill_sums(
     teacher_x, student_x = (norm(config, x, llama.final_norm) for x in (teacher_x, student_x))
     if compared == config.num_layers:
         hidden = squared_error(student_x, teacher_x)
-    kl, agreement, teacher_nll, student_nll = linear_kl(
+    divergence, agreement, teacher_nll, student_nll, kl = linear_kl(
         objective.temperature,
         student_x,
         teacher_x,
@@ -183,7 +185,8 @@ def distill_sums(
         mesh=attention.mesh,
         chunk=chunk,
     )
-    return Sums(kl, hidden, batch.loss_mask.sum(), real.sum(), agreement, teacher_nll, student_nll)
+    targets, tokens = batch.loss_mask.sum(), real.sum()
+    return Sums(divergence, hidden, targets, tokens, agreement, teacher_nll, student_nll, kl)
 
 
 def mean_loss(
@@ -230,13 +233,14 @@ def linear_kl(
     top_k: int | None = None,
     mesh: Mesh | None = None,
     chunk: int | None = None,
-) -> tuple[Array, Array, Array, Array]:
-    """Weighted sums over positions, in float32: (temperature^2 KL, agreement, teacher nll, student
-    nll).
+) -> tuple[Array, Array, Array, Array, Array]:
+    """Weighted sums over positions, in float32: (temperature^2 divergence, agreement, teacher nll,
+    student nll, KL(teacher || student) at temperature 1).
 
     The divergence is taken between the softmaxes of both logits over `temperature` (Hinton et al.,
     "Distilling the Knowledge in a Neural Network", 2015), see `divergence`. Only it is
-    differentiable, and only in `student_x`: teacher and head are frozen. Logits are divided and
+    differentiable, and only in `student_x`: teacher and head are frozen. The KL divergence takes
+    one more pass over a chunk's logits, unless it is the divergence. Logits are divided and
     capped as `config` says; without one they are the products with `head`. On a `mesh` rows stay
     split over data and fsdp, and logits over model. `chunk` is the number of positions whose logits
     exist at a time; None is `chunk_length`.
@@ -289,7 +293,7 @@ _linear_kl.defvjp(_linear_kl_forward, _linear_kl_backward)
 def _scan_chunks(
     static: _Static, student_x, teacher_x, head, next_tokens, weights, *, with_gradient: bool
 ):
-    """((kl, agreement, teacher nll, student nll), d kl / d student_x or None).
+    """(the sums of `linear_kl`, the first one's gradient in student_x or None).
 
     Chunks run along the sequence, never over flattened tokens: flattening would gather a batch that
     is sharded over rows.
@@ -304,14 +308,17 @@ def _scan_chunks(
         teacher = jnp.einsum("BTD,VD->BTV", teacher_x, head, preferred_element_type=jnp.float32)
         if static.config is not None:
             student, teacher = (finish_logits(static.config, x) for x in (student, teacher))
-        kl, gradient = divergence_and_gradient(
+        divergence, gradient = divergence_and_gradient(
             static.divergence, student, teacher, static.temperature, static.top_k
         )
         parts = (
-            kl,
+            divergence,
             _same_first(student, teacher),
             _nll(teacher, next_tokens),
             _nll(student, next_tokens),
+            divergence
+            if (static.divergence, static.temperature, static.top_k) == ("forward", 1.0, None)
+            else divergence_and_gradient("forward", student, teacher, 1.0)[0],
         )
         sums = tuple(
             total + (weights * part).sum() for total, part in zip(sums, parts, strict=True)
@@ -323,7 +330,7 @@ def _scan_chunks(
         gradient = (gradient * weights[..., None]).astype(head.dtype)
         return sums, jnp.einsum("BTV,VD->BTD", gradient, head).astype(student_x.dtype)
 
-    zeros = (jnp.zeros((), jnp.float32),) * 4
+    zeros = (jnp.zeros((), jnp.float32),) * 5
     sums, gradient = jax.lax.scan(
         step,
         zeros,

@@ -15,6 +15,19 @@ mixture (Lin, "Divergence measures based on the Shannon entropy", 1991)."""
 _LEFT_OUT = -1e30  # finite: the difference of two of them is 0, not NaN
 
 
+def describe(kind: Divergence, temperature: float, top_k: int | None = None) -> str:
+    """What `divergence_and_gradient` returns, for people: `4 KL(teacher || student) at temperature
+    2`."""
+    name = {
+        "forward": "KL(teacher || student)",
+        "reverse": "KL(student || teacher)",
+        "jsd": "Jensen-Shannon divergence",
+    }[kind]
+    factor = "" if temperature == 1 else f"{temperature**2:g} "
+    kept = "" if top_k is None else f", of the teacher's {top_k:,} likeliest tokens"
+    return f"{factor}{name} at temperature {temperature:g}{kept}"
+
+
 def divergence_and_gradient(
     kind: Divergence,
     student: Float[Array, "B T V"],

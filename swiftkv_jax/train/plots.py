@@ -90,7 +90,13 @@ _PANELS = (
     Panel(
         "The two parts of the loss",
         "per token",
-        (("logits_loss", "KL, nats"), ("hidden_loss", "hidden loss")),
+        (("logits_loss", "distillation loss"), ("hidden_loss", "hidden loss")),
+        log=True,
+    ),
+    Panel(
+        "KL(teacher ‖ student)",
+        "nats per token",
+        (("kl", "training"), ("eval_kl", "held-out")),
         log=True,
     ),
     Panel(

@@ -21,8 +21,9 @@ logger = logging.getLogger(__name__)
 
 _SHOWN = {
     "loss": "loss",
+    "kl": "KL",
     "agreement": "agreement",
-    "logits_loss": "KL",
+    "logits_loss": "distillation loss",
     "hidden_loss": "hidden",
     "grad_norm": "grad norm",
 }

@@ -107,9 +107,9 @@ class Recipe:
     hidden_loss_layer: int = AUTHORS.hidden_layer
     """Hidden state that is compared. The hidden loss is 0 where that is not above the cut."""
     loss_average: LossAverage = "targets"
-    """What the summed KL divergence of a step is divided by."""
+    """What the summed divergence of a step is divided by."""
     loss_mask: LossMask = "shifted"
-    """Positions whose predictions count in the KL divergence."""
+    """Positions whose predictions count in the divergence."""
     padding: Padding = "separate"
     """How the padding at a row's end counts: not at all, or as part of the last document."""
     dtype: str | None = None

@@ -21,6 +21,7 @@ from ..checkpoints.training_run import RECIPE
 from ..errors import CheckpointError, UsageError
 from ..io.files import write_atomic
 from ..io.plotting import matplotlib_missing
+from .divergence import describe
 from .metrics import METRICS, read_metrics
 from .plots import draw_run
 
@@ -39,7 +40,8 @@ _OUTCOMES = {  # name in the metrics -> (label, format)
     "eval_teacher_perplexity": ("perplexity, teacher", "{:.4g}"),
     "eval_student_perplexity": ("perplexity, student", "{:.4g}"),
     "eval_agreement": ("next token agrees with the teacher", "{:.1%}"),
-    "eval_logits_loss": ("KL, nats per token", "{:.4g}"),
+    "eval_kl": ("KL, nats per token", "{:.4g}"),
+    "eval_logits_loss": ("distillation loss", "{:.4g}"),
     "eval_hidden_loss": ("hidden loss", "{:.4g}"),
     "eval_far_nats": ("far tokens, nats lost", "{:+.3f}"),
 }
@@ -121,6 +123,9 @@ def render(name: str, recipe: dict[str, Any], rows: Sequence[dict[str, Any]]) ->
     evaluations = [row for row in rows if "eval_student_perplexity" in row]
     resolved = recipe | recipe["config"]  # the cut that was taken where the recipe left it open
     settings = [(key, _text(resolved[key])) for key in _SETTINGS if resolved.get(key) is not None]
+    if {"kl", "temperature"} <= recipe.keys():
+        loss = describe(recipe["kl"], recipe["temperature"], recipe.get("kl_top_k"))
+        settings.append(("distillation loss", loss))
     return _PAGE.format(
         title=html.escape(f"Distillation run {name}"),
         summary=html.escape(summary(recipe, rows)),

@@ -121,7 +121,10 @@ def make_train_step(
 
         def loss(delta, batch):
             sums = sums_of(delta, llama, batch)
-            return sums.kl / predictions + objective.hidden_weight * sums.hidden / tokens, sums
+            return (
+                sums.divergence / predictions + objective.hidden_weight * sums.hidden / tokens,
+                sums,
+            )
 
         gradient_and_sums = jax.grad(loss, has_aux=True)
 

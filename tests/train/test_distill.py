@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from swiftkv_jax import Config, Model, add_swiftkv, distill_loss
+from swiftkv_jax import Config, Model, add_swiftkv, distill_loss, logits
 from swiftkv_jax.batch import Batch, unpacked_batch
 from swiftkv_jax.initialization import init_llama
 from swiftkv_jax.train import distill
@@ -125,6 +125,34 @@ def test_an_average_over_positions_is_the_public_loss():
     np.testing.assert_allclose(targets["logits_loss"], parts["logits_loss"] * 13 / 5, rtol=1e-6)
     np.testing.assert_allclose(targets["hidden_loss"], parts["hidden_loss"], rtol=1e-6)
     np.testing.assert_array_equal(targets["agreement"], positions["agreement"])
+    np.testing.assert_array_equal(targets["kl"], positions["kl"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1.0},
+        {"temperature": 2.0},
+        {"divergence": "reverse"},
+        {"divergence": "jsd", "top_k": 5, "temperature": 3.0},
+    ],
+    ids=str,
+)
+def test_kl_is_that_of_the_logits_whatever_is_minimised(options):
+    """Recomputed from the logits of both models, in float64: at temperature 1, a mean over the
+    targets."""
+    model, tokens = make_model(noise=0.1, group=3), make_tokens()
+    mask = (np.arange(13) >= 4).astype(np.float32) * np.ones((2, 1), np.float32)
+    means = sums_of(model, unpacked_batch(tokens, jnp.asarray(mask)), **options).means()
+    student, teacher = (
+        np.asarray(logits(model, tokens, swiftkv=swiftkv), np.float64) for swiftkv in (True, False)
+    )
+    log_q, log_p = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (student, teacher))
+    kl = ((np.exp(log_p) * (log_p - log_q)).sum(-1) * mask).sum() / mask.sum()
+    assert kl > 1e-3
+    np.testing.assert_allclose(means["kl"], kl, rtol=1e-4)
+    same = np.isclose(float(means["logits_loss"]), kl, rtol=1e-3)
+    assert same == (options == {"temperature": 1.0})
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 13, 64])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from swiftkv_jax.train import distill
+from swiftkv_jax.train.divergence import describe
 
 ROWS, LENGTH, VOCABULARY, WIDTH = 2, 13, 61, 16
 
@@ -96,7 +97,29 @@ def test_value_and_gradient(monkeypatch, kind, top_k, positions, temperature):
         for x in (logits[1], logits[0])
     ]
     np.testing.assert_allclose(sums[1], (weights * (likeliest[0] == likeliest[1])).sum(), rtol=1e-5)
-    np.testing.assert_allclose(sums[2:], [(weights * x).sum() for x in nll], rtol=1e-5)
+    np.testing.assert_allclose(sums[2:4], [(weights * x).sum() for x in nll], rtol=1e-5)
+    log_q, log_p = (log_softmax(x) for x in logits)
+    kl = (weights * (np.exp(log_p) * (log_p - log_q)).sum(-1)).sum()
+    np.testing.assert_allclose(
+        sums[4], kl, rtol=1e-5, err_msg="at temperature 1 over the whole vocabulary, always"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("forward", 1.0), "KL(teacher || student) at temperature 1"),
+        (("forward", 2.0), "4 KL(teacher || student) at temperature 2"),
+        (
+            ("reverse", 1.5, 1000),
+            "2.25 KL(student || teacher) at temperature 1.5, of the teacher's 1,000 likeliest "
+            "tokens",
+        ),
+        (("jsd", 2.0), "4 Jensen-Shannon divergence at temperature 2"),
+    ],
+)
+def test_the_loss_in_words(arguments, text):
+    assert describe(*arguments) == text
 
 
 def test_one_likeliest_token_says_nothing():

@@ -208,6 +208,7 @@ def test_speeds_add_up(monkeypatch, log):
     values = {
         "loss": 1.5,
         "logits_loss": jnp.float32(1.25),
+        "kl": 0.375,
         "hidden_loss": 0.25,
         "agreement": 0.5,
         "grad_norm": 3.0,
@@ -220,8 +221,8 @@ def test_speeds_add_up(monkeypatch, log):
         "seconds": 5.0,
     }
     shown = (
-        "loss 1.5000  agreement 0.5000  KL 1.2500  hidden 0.2500  grad norm 3.0000  tokens/s "
-        "40  MFU 20.0%  left 00:20"
+        "loss 1.5000  KL 0.3750  agreement 0.5000  distillation loss 1.2500  hidden 0.2500  "
+        "grad norm 3.0000  tokens/s 40  MFU 20.0%  left 00:20"
     )
     assert log.messages == [f"step 2/10  {shown}"]
 

@@ -18,6 +18,8 @@ RECIPE = {
     "eval_data": None,
     "max_steps": 40,
     "num_key_value_layers": None,
+    "temperature": 2.0,
+    "kl": "jsd",
     "mfu_of": "an abacus",
     "config": {"num_key_value_layers": 16},
 }
@@ -29,6 +31,7 @@ def evaluation(step: int, student: float) -> dict:
         "student_perplexity": student,
         "agreement": 0.9,
         "logits_loss": 0.2,
+        "kl": 0.06,
         "hidden_loss": 0.1,
         "loss": 0.3,
         "far_nats": 0.25,
@@ -40,6 +43,7 @@ def step_row(step: int) -> dict:
     losses = {
         "loss": 1 / step,
         "logits_loss": 0.5 / step,
+        "kl": 0.15 / step,
         "hidden_loss": 0.5 / step,
         "agreement": 0.8,
         "grad_norm": 2.0,
@@ -82,6 +86,9 @@ def test_a_finished_run(tmp_path):
     assert rows["perplexity, student"] == ["12", "10.5"]
     assert rows["student&#x27;s perplexity above the teacher&#x27;s"] == ["+20.00%", "+5.00%"]
     assert rows["next token agrees with the teacher"] == ["90.0%", "90.0%"]
+    assert rows["KL, nats per token"] == ["0.06", "0.06"]
+    assert rows["distillation loss"] == ["4 Jensen-Shannon divergence at temperature 2"]
+    assert ["distillation loss", "0.2", "0.2"] in cells(text)
     assert rows["far tokens, nats lost"] == ["+0.250", "+0.250"]
     assert rows["model"] == ["llama &lt;8B&gt;"], "escaped"
     assert (
@@ -105,6 +112,7 @@ def test_the_picture_is_in_the_page(tmp_path):
     titles = {
         "Loss",
         "Held-out perplexity",
+        "KL(teacher ‖ student)",
         "Lost on held-out far tokens",
         "Learning rate",
         "Speed",
@@ -130,6 +138,16 @@ def test_evaluations_on_other_rows_show_what_both_have():
     del last["eval_far_nats"]
     labels = [row[0] for row in report.outcomes([first, last])[1]]
     assert "perplexity, student" in labels and not any("far" in label for label in labels)
+
+
+def test_a_run_from_before_kl_was_recorded_shows_none(tmp_path):
+    """Its `logits_loss` is another quantity, and keeps its name."""
+    rows = [
+        {name: value for name, value in row.items() if name not in ("kl", "eval_kl")}
+        for row in FINISHED
+    ]
+    text = page(tmp_path, rows)
+    assert ["distillation loss", "0.2", "0.2"] in cells(text) and "KL" not in text
 
 
 def test_a_run_without_held_out_data_or_speeds(tmp_path):
