@@ -10,6 +10,15 @@ class UsageError(ValueError):
     """An option or argument that cannot be honoured. Exit code 2."""
 
 
+class ContextLengthError(UsageError):
+    """A prompt that does not fit the model's context, by itself or with its new tokens."""
+
+    def __init__(self, message: str, *, prompt_tokens: int, new_tokens: int, limit: int):
+        """All three are numbers of tokens; `limit` is the largest sum of the others."""
+        super().__init__(message)
+        self.prompt_tokens, self.new_tokens, self.limit = prompt_tokens, new_tokens, limit
+
+
 class DataError(ValueError):
     """Training data or prompts that cannot be read. Exit code 1."""
 

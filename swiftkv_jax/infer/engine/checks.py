@@ -9,7 +9,7 @@ import numpy as np
 
 from ...config import Config
 from ...cut import choose_generated_kv
-from ...errors import UsageError
+from ...errors import ContextLengthError, UsageError
 from .options import EngineOptions, check_generated_kv
 from .page_pool import PagePool
 from .requests import Request, ScoreRequest
@@ -41,9 +41,12 @@ def check_request(request: Request | ScoreRequest, config: Config, options: Engi
                 f"`top_logprobs`={request.top_logprobs} must be from 0 to {MAX_LOGPROBS}"
             )
         if len(request.tokens) > limit:
-            raise UsageError(
+            raise ContextLengthError(
                 f"{len(request.tokens)} tokens are above the limit of {limit}: shorten them or "
-                f"raise `max_model_len`"
+                f"raise `max_model_len`",
+                prompt_tokens=len(request.tokens),
+                new_tokens=0,
+                limit=limit,
             )
         return
     if not isinstance(request, Request):
@@ -58,10 +61,13 @@ def check_request(request: Request | ScoreRequest, config: Config, options: Engi
         raise UsageError(f"`rng_stream`={request.rng_stream!r} must be a whole number below 2**32")
     params.check_vocabulary(config.vocab_size)
     if len(request.prompt) + params.max_tokens > limit:
-        raise UsageError(
+        raise ContextLengthError(
             f"the prompt has {len(request.prompt)} tokens, with {params.max_tokens} new ones that "
             f"is {len(request.prompt) + params.max_tokens}, above the limit of {limit}: shorten "
-            f"it, lower `max_tokens` or raise `max_model_len`"
+            f"it, lower `max_tokens` or raise `max_model_len`",
+            prompt_tokens=len(request.prompt),
+            new_tokens=params.max_tokens,
+            limit=limit,
         )
     if request.grammar is not None:
         if not options.structured_outputs:

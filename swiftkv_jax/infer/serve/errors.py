@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ...errors import UsageError
+from ...errors import ContextLengthError, UsageError
 
 MAX_MESSAGE = 500
 """Characters of a message: what a client sent wrong must not come back multiplied."""
@@ -60,6 +60,48 @@ class APIError(Exception):
         return {"error": error}
 
 
+class PromptTooLong(APIError):
+    """400 for a prompt that does not fit the model's context, by itself or with the new tokens that
+    are asked for. Its message is OpenAI's, by which clients tell it from other errors;
+    `message_events` writes Anthropic's."""
+
+    def __init__(
+        self,
+        param: str | None,
+        *,
+        prompt_tokens: int,
+        limit: int,
+        new_tokens: int = 0,
+        is_chat: bool = False,
+        at_least: bool = False,
+    ):
+        """`limit` is the largest number of tokens of a prompt and its answer. With `at_least` the
+        prompt may have more than `prompt_tokens`."""
+        self.prompt_tokens, self.new_tokens, self.limit = prompt_tokens, new_tokens, limit
+        self.at_least = at_least
+        message = f"This model's maximum context length is {limit} tokens"
+        total, bound = prompt_tokens + new_tokens, "at least " if at_least else ""
+        if not new_tokens:
+            what = "messages" if is_chat else "prompt"
+            message += (
+                f". However, your {what} resulted in {bound}{prompt_tokens} tokens. Please reduce "
+                f"the length of the {what}."
+            )
+        elif is_chat:
+            message += (
+                f". However, you requested {total} tokens ({prompt_tokens} in the messages, "
+                f"{new_tokens} in the completion). Please reduce the length of the messages or "
+                f"completion."
+            )
+        else:
+            message += (
+                f", however you requested {total} tokens ({prompt_tokens} in your prompt; "
+                f"{new_tokens} for the completion). Please reduce your prompt; or completion "
+                f"length."
+            )
+        super().__init__(400, "context_length_exceeded", message, param=param)
+
+
 def invalid(param: str | None, message: str, code: str = "invalid_value") -> APIError:
     """400 for the value of a field."""
     return APIError(400, code, message, param=param)
@@ -84,36 +126,43 @@ def internal(message: str = "an internal error, which the server's log describes
 def of_usage(error: UsageError, names: Mapping[str, str] | None = None) -> APIError:
     """400 for a value that the engine refuses: it names the parameter in backticks. `names` maps
     the engine's names to the body's."""
+    if isinstance(error, ContextLengthError):
+        return PromptTooLong(
+            None,
+            prompt_tokens=error.prompt_tokens,
+            limit=error.limit,
+            new_tokens=error.new_tokens,
+        )
     text, names = str(error), names or {}
     found = re.search(r"`(\w+)`", text)
     param = None if found is None else names.get(found[1], found[1])
-    code = "context_length_exceeded" if "above the limit of" in text else "invalid_value"
     if found is not None and param != found[1]:
         text = text.replace(f"`{found[1]}`", f"`{param}`")
-    return invalid(param, text, code)
+    return invalid(param, text)
 
 
 @contextlib.contextmanager
 def renaming(
     names: Mapping[str, str], places: Sequence[str], tools: Sequence[str] | None = None
 ) -> Iterator[None]:
-    """Errors of a chat leave the block in the names of another body: see `_renamed`."""
+    """Errors of a chat leave the block in the names of another body: see `_rename`."""
     try:
         yield
     except APIError as error:
-        raise _renamed(error, names, places, tools) from None
+        _rename(error, names, places, tools)
+        raise
 
 
-def _renamed(
+def _rename(
     error: APIError,
     names: Mapping[str, str],
     places: Sequence[str],
     tools: Sequence[str] | None,
-) -> APIError:
-    """An error of a chat in the names of another body. `names` maps fields of a chat to those of
-    the body, `places` are where its messages come from, `tools` where its tools do, None for those
-    of the same number. Only what `param` names is renamed, and what is in backticks: the rest of a
-    message may be the client's own words."""
+) -> None:
+    """Put an error of a chat into the names of another body. `names` maps fields of a chat to those
+    of the body, `places` are where its messages come from, `tools` where its tools do, None for
+    those of the same number. Only what `param` names is renamed, and what is in backticks: the rest
+    of a message may be the client's own words."""
     message, param = error.message, error.param
     for chat, name in names.items():
         message = message.replace(f"`{chat}`", f"`{name}`")
@@ -127,7 +176,8 @@ def _renamed(
         message = message.replace(found[0], here)
         rest = param[found.end() :].removeprefix(".")
         param = ".".join(filter(None, (here, names.get(rest, rest))))
-    return APIError(error.status, error.code, message, param=param, headers=error.headers)
+    error.message = _shortened(message, MAX_MESSAGE)
+    error.param = None if param is None else _shortened(param, MAX_PARAM)
 
 
 def _shortened(text: str, limit: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from ..errors import APIError
+from ..errors import APIError, PromptTooLong
 from ..http.exchange import HTTPExchange, named_event
 from ..service.generation import Choice, Generation, TextDelta
 from ..text.reasoning import ReasoningDelta
@@ -36,13 +36,28 @@ _TEXT_DELTAS = {"text": "text_delta", "thinking": "thinking_delta"}
 def error_body(error: APIError, request_id: str) -> dict[str, Any]:
     """An error in Anthropic's shape. The field that it is about comes first in its message."""
     message = error.message
-    if error.param is not None and f"`{error.param}`" not in message:
+    if isinstance(error, PromptTooLong):
+        message = _too_long(error)
+    elif error.param is not None and f"`{error.param}`" not in message:
         message = f"{error.param}: {message}"
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error")
     found: dict[str, Any] = {"type": kind, "message": message}
     if error.code == NO_THREADS:
         found["details"] = {"error_code": NO_THREADS}
     return {"type": "error", "error": found, "request_id": request_id}
+
+
+def _too_long(error: PromptTooLong) -> str:
+    """What Anthropic says of it. Claude Code reads the numbers: after the second text it asks for
+    fewer tokens, after the first it shortens the conversation."""
+    prompt, new, limit = error.prompt_tokens, error.new_tokens, error.limit
+    if not new or prompt > limit:
+        bound = "at least " if error.at_least else ""
+        return f"prompt is too long: {bound}{prompt} tokens > {limit} maximum"
+    return (
+        f"input length and `max_tokens` exceed context limit: {prompt} + {new} > {limit}, decrease "
+        f"input length or `max_tokens` and try again"
+    )
 
 
 def use_message_errors(exchange: HTTPExchange) -> None:

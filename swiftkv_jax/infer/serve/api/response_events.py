@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import APIError
+from ..errors import APIError, PromptTooLong
 from ..http.exchange import named_event
 from ..service.generation import Choice, Generation, TextDelta
 from ..text.reasoning import ReasoningDelta
@@ -55,7 +55,7 @@ class ResponseWriter:
     def add(self, generation: Generation, delta: TextDelta) -> bytes:
         """Add what has become certain. Returns its events, the first time after those that begin
         every answer."""
-        events = self._begun()
+        events = self.begin()
         for part in delta.joined_parts():
             if isinstance(part, ToolCallDelta):
                 events += self._add_call(part)
@@ -65,7 +65,8 @@ class ResponseWriter:
                 events += self._add_text("message", part)
         return events
 
-    def _begun(self) -> bytes:
+    def begin(self) -> bytes:
+        """The events that begin every answer, once."""
         if self._sequence_number:
             return b""
         names = "response.created", "response.in_progress"
@@ -121,8 +122,9 @@ class ResponseWriter:
 
     def fail(self, error: APIError) -> bytes:
         """The last events of an answer that cannot go on."""
-        events = self._begun() + self._close("incomplete")
+        events = self.begin() + self._close("incomplete")
         code = _ERROR_CODES.get(error.status, "server_error")
+        code = error.code if isinstance(error, PromptTooLong) else code
         self.answer |= {"status": "failed", "error": {"code": code, "message": error.message}}
         return events + self._event("response.failed", response=self.answer)
 

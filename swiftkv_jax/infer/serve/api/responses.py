@@ -13,7 +13,7 @@ import msgspec
 
 from ..app import App
 from ..bodies.params import refuse_fields, refuse_unsupported
-from ..errors import invalid, renaming, unsupported
+from ..errors import PromptTooLong, invalid, renaming, unsupported
 from ..http.exchange import HTTPExchange
 from ..protocol import (
     MAX_MESSAGES,
@@ -108,17 +108,23 @@ async def _prepare(
     tools = offered(body.tools, ignore_unknown=app.options.unknown_fields == "ignore")
     note_ignored(exchange, tools.ignored)
     chat, items = chat_body(body, tools)
-    with renaming(_NAMES, items, tools.places):
-        refuse_unsupported(chat)
-        generation, params = await chat_generation(app, exchange, chat, reservation)
     facts = {
         "id": f"resp_{exchange.request_id}",
         "created_at": int(time.time()),
         "model": body.model or app.model_names[0],
-        "temperature": params.temperature,
-        "top_p": params.top_p,
     }
-    return generation, ResponseWriter(_echo(body) | facts, tools.namespaced)
+    writer = ResponseWriter(_echo(body) | facts, tools.namespaced)
+    try:
+        with renaming(_NAMES, items, tools.places):
+            refuse_unsupported(chat)
+            generation, params = await chat_generation(app, exchange, chat, reservation)
+    except PromptTooLong:
+        if body.stream:  # as at OpenAI: Codex looks for this error in the stream alone
+            exchange.error_events = writer.fail
+            await exchange.send_events(writer.begin())
+        raise
+    writer.answer |= {"temperature": params.temperature, "top_p": params.top_p}
+    return generation, writer
 
 
 def _echo(body: ResponsesBody) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from ...engine.requests import ScoreRequest
 from ...engine.sampling_params import MAX_LOGPROBS
 from ...text import encode_pair
 from ..app import App
-from ..errors import invalid, unsupported
+from ..errors import PromptTooLong, invalid, unsupported
 from ..http.exchange import HTTPExchange
 from ..options import MAX_LOGPROB_ENTRIES, MAX_PROMPTS
 from ..protocol import Pair, ScoreBody
@@ -80,9 +80,9 @@ def _part(app: App, number: int, pair: Pair, top: int, salt: str) -> EngineReque
     except UsageError as error:
         raise invalid(param, str(error)) from None
     ids = np.asarray(before + after, np.int32)
-    if ids.size > app.service.max_model_len:
-        message = f"{ids.size} tokens are above the limit of {app.service.max_model_len}"
-        raise invalid(param, message, "context_length_exceeded")
+    limit = app.service.max_model_len
+    if ids.size > limit:
+        raise PromptTooLong(param, prompt_tokens=ids.size, limit=limit)
     keys = page_keys(ids, app.encoder.page_size, salt)  # type: ignore[arg-type]
     request = ScoreRequest(
         ids,  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from typing import Any
 
 from ....errors import UsageError
 from ...engine.sampling_params import MAX_BIASES, MAX_LOGPROBS, SamplingParams
-from ..errors import invalid, of_usage, unsupported
+from ..errors import PromptTooLong, invalid, of_usage, unsupported
 from ..options import MAX_LOGPROB_ENTRIES, ServerOptions
 from ..protocol import Body, ChatBody, CompletionBody, Sampling
 from ..text.prompts import Truncation
@@ -169,7 +169,6 @@ def sampling_params(
         name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None
     }
     room, limit = max_model_len - prompt_tokens, options.max_tokens_limit
-    too_long = "messages" if isinstance(body, ChatBody) else "prompt"
     if isinstance(body, ChatBody):
         tokens = _chat_max_tokens(body)
         if tokens is None:
@@ -193,11 +192,14 @@ def sampling_params(
             f"`{names['max_tokens']}`={tokens} is above the server's limit of {limit}",
         )
     if prompt_tokens + tokens > max_model_len:
-        raise invalid(
+        is_chat = isinstance(body, ChatBody)
+        too_long = "messages" if is_chat else "prompt"
+        raise PromptTooLong(
             names["max_tokens"] if room > 0 else too_long,
-            f"the prompt has {prompt_tokens} tokens, with {tokens} new ones that is "
-            f"{prompt_tokens + tokens}, above the limit of {max_model_len}",
-            "context_length_exceeded",
+            prompt_tokens=prompt_tokens,
+            limit=max_model_len,
+            new_tokens=tokens,
+            is_chat=is_chat,
         )
     echo_alone = tokens == 0 and isinstance(body, CompletionBody)
     given["max_tokens"] = 1 if echo_alone else tokens

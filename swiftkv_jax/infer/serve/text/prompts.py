@@ -17,7 +17,7 @@ from ....chat_template import render_chat
 from ....errors import DataError, UsageError
 from ...engine.page_pool import page_keys
 from ...text import brings_first_token, check_unicode, rust_tokenizer
-from ..errors import APIError, invalid
+from ..errors import PromptTooLong, invalid
 from ..protocol import Message
 from .workers import Workers
 
@@ -79,9 +79,8 @@ class PromptEncoder:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._specials = [str(token) for token in added.values() if token.special]
         self._specials_in_json = [_in_json(token) for token in self._specials]
-        self._max_characters = max_model_len * max(
-            (len(token) for token in tokenizer.get_vocab()), default=1
-        )
+        self._longest = max((len(token) for token in tokenizer.get_vocab()), default=1)
+        """Characters of a token, at most."""
         self._pool = concurrent.futures.ThreadPoolExecutor(WORKERS, "tokenizer")
         self._long = Workers(self._pool, WORKERS - 1)
 
@@ -230,7 +229,7 @@ class PromptEncoder:
             ids = truncation.of(ids)
         limit = self._max_model_len * (COUNTED if counting else 1)
         if ids.size > limit:
-            raise self._too_long(ids.size, param, limit)
+            raise self._too_long(ids.size, param)
         caching = self._caching and not counting
         keys = page_keys(ids, self.page_size, salt) if caching else []  # type: ignore[arg-type]
         return Prompt(ids, keys, text)
@@ -276,13 +275,9 @@ class PromptEncoder:
 
     def _check_length(self, text: str, param: str) -> None:
         """Before it is tokenized."""
-        if len(text) > self._max_characters:
-            raise invalid(
-                param,
-                f"{len(text)} characters are more than the {self._max_model_len} tokens of "
-                f"`max_model_len` can hold",
-                "context_length_exceeded",
-            )
+        fewest = -(-len(text) // self._longest)
+        if fewest > self._max_model_len:
+            raise self._too_long(fewest, param, at_least=True)
 
     @staticmethod
     def _check_unicode(text: str, param: str) -> None:
@@ -291,11 +286,13 @@ class PromptEncoder:
         except UsageError as error:
             raise invalid(param, str(error)) from None
 
-    def _too_long(self, tokens: int, param: str, limit: int | None = None) -> APIError:
-        return invalid(
+    def _too_long(self, tokens: int, param: str, *, at_least: bool = False) -> PromptTooLong:
+        return PromptTooLong(
             param,
-            f"{tokens} tokens are above the limit of {limit or self._max_model_len}",
-            "context_length_exceeded",
+            prompt_tokens=tokens,
+            limit=self._max_model_len,
+            is_chat=param == "messages",
+            at_least=at_least,
         )
 
 
