@@ -357,7 +357,7 @@ def test_texts_that_do_not_fit_are_counted(running):
     messages = [{"role": "user", "content": "a" * 300}]
     assert running.post("/tokenize", {"messages": messages})[1]["count"] > 300
     status, found = running.post("/tokenize", {"prompt": "a" * 1100})
-    assert status == 400 and "above the limit of 1024" in found["error"]["message"]
+    assert status == 400 and "your prompt resulted in 1100 tokens" in found["error"]["message"]
     for path, body in (
         ("/v1/completions", {"prompt": "a" * 300}),
         ("/v1/completions", {"prompt": ""}),
