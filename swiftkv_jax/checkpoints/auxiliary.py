@@ -20,6 +20,7 @@ from ..quantization import Format
 from .compressed_tensors import quantization_config
 from .hf_config import config_from_hf, config_to_hf
 from .quantization_config import read_quantization_config
+from .tokenizer import TEMPLATES, read_tokenizer
 from .wrapped import is_wrapped, text_fields
 
 logger = logging.getLogger(__name__)
@@ -57,11 +58,9 @@ def read_auxiliary_files(path: Path) -> tuple[Config, AuxiliaryFiles, tuple[int,
         raise ConfigError(f"{path / 'config.json'}: {error}") from None
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"{path / 'config.json'}: malformed field ({error})") from None
-    contents = {
-        name: (path / name).read_bytes()
-        for name in (*TOKENIZER_FILES, GENERATION_CONFIG)
-        if (path / name).is_file()
-    }
+    names = [*TOKENIZER_FILES, GENERATION_CONFIG]
+    names += sorted(f"{TEMPLATES}/{file.name}" for file in (path / TEMPLATES).glob("*.jinja"))
+    contents = {name: (path / name).read_bytes() for name in names if (path / name).is_file()}
     generation = read_json(path / GENERATION_CONFIG) if GENERATION_CONFIG in contents else {}
     eos = generation.get("eos_token_id")
     eos_token_ids = _token_ids(path, hf_config.get("eos_token_id") if eos is None else eos)
@@ -88,6 +87,7 @@ def write_auxiliary_files(
 ) -> None:
     """config.json and everything that was carried along."""
     for name, content in auxiliary_files.contents.items():
+        (path / name).parent.mkdir(exist_ok=True)
         (path / name).write_bytes(content)
     hf_config = to_hf_config(config, auxiliary_files.hf_config, dtype_name, quantization)
     write_json(path / "config.json", hf_config, canonical=True)
@@ -140,13 +140,18 @@ def load_tokenizer(path: Path, auxiliary_files: AuxiliaryFiles) -> Any:
     """
     if not has_tokenizer(auxiliary_files):
         return None
+    contents = auxiliary_files.contents
     try:
         with _quiet_transformers():
+            if "tokenizer.json" in contents or "tokenizer.model" in contents:
+                return read_tokenizer(path, contents, auxiliary_files.hf_config)
             from transformers import AutoTokenizer
 
             return AutoTokenizer.from_pretrained(
                 str(path), local_files_only=True, trust_remote_code=False
             )
+    except CheckpointError:
+        raise
     except Exception as error:  # whatever the files make transformers and tokenizers raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"{path}: the tokenizer cannot be loaded ({reason})") from None

@@ -1,0 +1,219 @@
+"""The tokenizer of a checkpoint directory, the same for every `model_type`, `tokenizer_class` and
+version of transformers.
+
+Ids are those of tokenizer.json, read by the package tokenizers: classes of transformers that build
+a tokenizer of their own from its vocabulary are not used. tokenizer_config.json names the special
+tokens, brings chat templates, adds tokens that tokenizer.json lacks, and says by `add_bos_token`
+and `add_eos_token` what goes around a text. Without a tokenizer.json the SentencePiece file
+tokenizer.model is read (`sentencepiece_model`). Fields and their order of precedence are those of
+transformers (`tokenization_utils_base.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .sentencepiece_model import ModelFile, read_model_file
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken, Tokenizer
+
+TEMPLATES = "additional_chat_templates"
+"""Folder of chat templates beside the default one: `NAME.jinja`."""
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+_NAMED += ("mask_token",)
+# Classes in which transformers 4 makes the post-processor from the two flags alone.
+_LLAMA_CLASSES = frozenset(
+    f"{name}Tokenizer{fast}" for name in ("Llama", "CodeLlama", "Gemma") for fast in ("", "Fast")
+)
+
+
+def read_tokenizer(path: Path, contents: Mapping[str, bytes], hf_config: Mapping[str, Any]) -> Any:
+    """A `transformers.PreTrainedTokenizerFast`. `contents` are the tokenizer's files in the
+    directory `path`, of which one is tokenizer.json or tokenizer.model. Raises whatever malformed
+    files make json, tokenizers and transformers raise."""
+    from transformers import PreTrainedTokenizerFast
+
+    settings = _settings(contents)
+    llama = settings.get("tokenizer_class") in _LLAMA_CLASSES
+    flags = {name: settings.get(name) for name in ("add_bos_token", "add_eos_token")}
+    if "tokenizer.json" in contents:
+        stored = json.loads(contents["tokenizer.json"])
+        known = {token["id"]: token["content"] for token in stored.get("added_tokens") or ()}
+        source: dict[str, Any] = {"tokenizer_file": str(path / "tokenizer.json")}
+        if not {"tokenizer_config.json", "special_tokens_map.json"} & contents.keys():
+            settings |= _named_by_ids(hf_config, known)
+    else:
+        model = read_model_file(path / "tokenizer.model", contents["tokenizer.model"])
+        source, known = {"tokenizer_object": _built(model, settings)}, model.added
+        settings = model.named | settings
+        if flags["add_bos_token"] is None and (llama or "tokenizer_class" not in settings):
+            flags["add_bos_token"] = True
+    tokenizer = PreTrainedTokenizerFast(
+        **source,
+        **_special_tokens(settings),
+        added_tokens_decoder=_missing(settings, contents, set(known.values())),
+        chat_template=_chat_template(settings, contents),
+        clean_up_tokenization_spaces=False,
+    )
+    # Only now: transformers looks up some names on the Hub, to correct their tokenizers.
+    tokenizer.name_or_path = str(path)
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    _obey_flags(tokenizer, flags["add_bos_token"], flags["add_eos_token"], exact=llama)
+    return tokenizer
+
+
+def _settings(contents: Mapping[str, bytes]) -> dict[str, Any]:
+    """tokenizer_config.json, and where it has no `added_tokens_decoder` the older
+    special_tokens_map.json over it."""
+    settings = _json(contents, "tokenizer_config.json")
+    if "added_tokens_decoder" not in settings:
+        settings |= _json(contents, "special_tokens_map.json")
+    return settings
+
+
+def _json(contents: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    value = json.loads(contents.get(name, b"{}"))
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}: expected a JSON object")
+    return value
+
+
+def _named_by_ids(hf_config: Mapping[str, Any], known: Mapping[int, str]) -> dict[str, str]:
+    """The tokens that begin and end a text, of a directory whose config.json alone says so."""
+    found = {}
+    for name in ("bos_token", "eos_token"):
+        ids = hf_config.get(f"{name}_id")
+        first = ids[0] if isinstance(ids, list) and ids else ids
+        if isinstance(first, int) and first in known:
+            found[name] = known[first]
+    return found
+
+
+# Special and added tokens -----------------------------------------------------
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of transformers for the special tokens: the usual names, names that a model has
+    besides (`image_token`), and those without a name."""
+    listed = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
+    own = listed if isinstance(listed, dict) else {}
+    if not isinstance(listed, dict | list):
+        raise ValueError(f"extra_special_tokens={listed!r:.60} must be a list or an object")
+    own = own | {name: value for name, value in settings.items() if name.endswith("_token")}
+    named = {name: _token(value) for name, value in own.items() if isinstance(value, str | dict)}
+    extra = [] if isinstance(listed, dict) else [_token(value) for value in listed]
+    return named | ({"extra_special_tokens": extra} if extra else {})
+
+
+def _token(value: str | dict[str, Any]) -> AddedToken:
+    """A special token, which files spell as text or with its properties."""
+    from tokenizers import AddedToken
+
+    if isinstance(value, str):
+        return AddedToken(value, special=True, normalized=False)
+    return _added_token({**value, "special": True})
+
+
+def _added_token(fields: Mapping[str, Any]) -> AddedToken:
+    from tokenizers import AddedToken
+
+    names = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    return AddedToken(fields["content"], **{name: fields[name] for name in names if name in fields})
+
+
+def _missing(
+    settings: Mapping[str, Any], contents: Mapping[str, bytes], known: set[str]
+) -> dict[int, AddedToken]:
+    """Id -> token, of those that only tokenizer_config.json or the older added_tokens.json adds.
+    One in tokenizer.json is as that says."""
+    decoder = settings.get("added_tokens_decoder")
+    if decoder is None:
+        named = {str(token) for token in _special_tokens(settings).values()}
+        decoder = {
+            index: {"content": text, "special": text in named, "normalized": text not in named}
+            for text, index in _json(contents, "added_tokens.json").items()
+        }
+    tokens = {int(index): _added_token(fields) for index, fields in decoder.items()}
+    return {index: token for index, token in tokens.items() if token.content not in known}
+
+
+def _chat_template(
+    settings: Mapping[str, Any], contents: Mapping[str, bytes]
+) -> str | dict[str, str] | None:
+    """The chat template, or name -> template. Files go before tokenizer_config.json."""
+    found = {
+        Path(name).stem: content.decode()
+        for name, content in contents.items()
+        if name.startswith(f"{TEMPLATES}/")
+    }
+    if "chat_template.jinja" in contents:
+        found["default"] = contents["chat_template.jinja"].decode()
+    if not found:
+        stated = settings.get("chat_template")
+        if not isinstance(stated, list):
+            return stated
+        found = {template["name"]: template["template"] for template in stated}
+    return found["default"] if found.keys() == {"default"} else found
+
+
+# What goes around a text ------------------------------------------------------
+
+
+def _obey_flags(tokenizer: Any, bos: bool | None, eos: bool | None, *, exact: bool) -> None:
+    """Make the post-processor add what the flags say. None leaves it as it is, as False does where
+    the flags are not `exact`."""
+    from tokenizers import processors
+
+    backend: Tokenizer = tokenizer.backend_tokenizer
+    stored = _around(backend)
+    first, last = tokenizer.bos_token_id, tokenizer.eos_token_id
+    before = _with(bos, first, stored[0], 0, exact)
+    after = _with(eos, last, stored[1], len(stored[1]), exact)
+    if (before, after) == stored:
+        return
+    names = {index: backend.id_to_token(index) for index in (*before, *after)}
+    around = ([names[i] for i in before], [names[i] for i in after])
+    template = processors.TemplateProcessing(
+        single=[*around[0], "$A", *around[1]],
+        pair=[*around[0], "$A", *around[1], *around[0], "$B", *around[1]],
+        special_tokens=[(name, index) for index, name in names.items()],
+    )
+    # A template after a template would go around the token that the first one has put there.
+    kept = backend.post_processor if stored == ([], []) else None
+    backend.post_processor = template if kept is None else processors.Sequence([kept, template])
+
+
+def _with(
+    wanted: bool | None, token: int | None, ids: list[int], at: int, exact: bool
+) -> list[int]:
+    """`ids` with `token` at the place `at` or without it, as is `wanted`."""
+    if token is None or wanted is None or wanted is (token in ids):
+        return ids
+    if wanted:
+        return [*ids[:at], token, *ids[at:]]
+    return [index for index in ids if index != token] if exact else ids
+
+
+def _around(backend: Tokenizer) -> tuple[list[int], list[int]]:
+    """The ids that the post-processor puts before and after a text."""
+    text = backend.encode("a", add_special_tokens=False).ids
+    whole = backend.encode("a").ids
+    start = next(i for i in range(len(whole) + 1) if whole[i : i + len(text)] == text)
+    return whole[:start], whole[start + len(text) :]
+
+
+def _built(model: ModelFile, settings: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer of a SentencePiece file. `legacy`, on by default, puts a space before each
+    part of a text that special tokens divide, not only before the first."""
+    prefix = settings.get("add_prefix_space")
+    return model.build(
+        prefix=model.prefix if prefix is None else bool(prefix),
+        every_part=settings.get("legacy") is not False,
+    )
