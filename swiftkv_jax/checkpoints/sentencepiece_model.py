@@ -116,7 +116,7 @@ def read_model_file(file: Path, content: bytes) -> ModelFile:
     try:
         from transformers.convert_slow_tokenizer import import_protobuf
 
-        messages = import_protobuf()
+        messages: Any = import_protobuf()
     except ImportError:
         raise CheckpointError(
             f"{file}: reading SentencePiece's format needs protobuf: pip install sentencepiece "

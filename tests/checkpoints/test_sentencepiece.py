@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,8 @@ def model_file(tmp_path: Path, pieces: list[tuple[str, int]], **normalizer) -> P
     """A directory whose tokenizer is a tokenizer.model of byte pairs: (piece, its type)."""
     from transformers.convert_slow_tokenizer import import_protobuf
 
-    proto = import_protobuf().ModelProto()
+    messages: Any = import_protobuf()
+    proto = messages.ModelProto()
     for rank, (text, kind) in enumerate(pieces):
         proto.pieces.add(piece=text, type=kind, score=-rank)
     spec = proto.trainer_spec
