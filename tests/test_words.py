@@ -97,6 +97,9 @@ ALLOWED = {
     "cancel": ("infer/runner/compilation", "infer/serve/"),
     # A label of vLLM's metrics, a field of its events.
     "block_size": ("infer/serve/service/", "infer/serve/distributed/kv_event"),
+    # SentencePiece's own name of its tokens.
+    "piece": "checkpoints/spm_file",
+    "pieces": "checkpoints/spm_file",
     # A masked key.
     "unseen": "pallas_kernels/",
 }

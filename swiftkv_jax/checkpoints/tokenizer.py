@@ -5,7 +5,7 @@ Ids are those of tokenizer.json, read by the package tokenizers: classes of tran
 a tokenizer of their own from its vocabulary are not used. tokenizer_config.json names the special
 tokens, brings chat templates, adds tokens that tokenizer.json lacks, and says by `add_bos_token`
 and `add_eos_token` what goes around a text. Without a tokenizer.json the SentencePiece file
-tokenizer.model is read (`sentencepiece_model`). Fields and their order of precedence are those of
+tokenizer.model is read (`spm_file`). Fields and their order of precedence are those of
 transformers (`tokenization_utils_base.py`).
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .sentencepiece_model import ModelFile, read_model_file
+from .spm_file import ModelFile, read_model_file
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
