@@ -98,7 +98,7 @@ ALLOWED = {
     # A label of vLLM's metrics, a field of its events.
     "block_size": ("infer/serve/service/", "infer/serve/distributed/kv_event"),
     # SentencePiece's own name of its tokens.
-    "piece": "checkpoints/spm_file",
+    "piece": ("checkpoints/spm_file", "checkpoints/tokenizer"),
     "pieces": "checkpoints/spm_file",
     # A masked key.
     "unseen": "pallas_kernels/",
