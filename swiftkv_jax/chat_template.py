@@ -18,6 +18,9 @@ from .errors import DataError
 
 MAX_MEMORY = 2**32
 """Bytes by which the process may grow while a template runs."""
+THINKING_SWITCHES = ("enable_thinking", "thinking")
+"""Variables of templates that switch reasoning on and off: of Qwen3, SmolLM3 and GLM; of DeepSeek
+and Granite."""
 _POLL_S = 0.05
 
 
@@ -45,26 +48,69 @@ def render_chat(
     """
 
     def render() -> Any:
-        template = None if now is None else _dated(tokenizer.get_chat_template(tools=tools), now)
         return tokenizer.apply_chat_template(
             list(messages),
             tools=tools,
-            chat_template=template,
+            chat_template=None if now is None else _template(tokenizer, tools, now),
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             **variables or {},
         )
 
+    return _text(_guarded(render, deadline_s, max_memory))
+
+
+def render_chat_marked(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Any,
+    now: datetime.datetime,
+    deadline_s: float = 10.0,
+    max_memory: int = MAX_MEMORY,
+) -> tuple[str, list[tuple[int, int]]]:
+    """Text of a conversation, and the (start, stop) characters of what its chat template marks as
+    generated. Arguments, limits and errors are those of `render_chat`."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    def render() -> Any:
+        return render_jinja_template(
+            conversations=[[dict(message) for message in messages]],
+            tools=tools,
+            chat_template=_template(tokenizer, tools, now),
+            return_assistant_tokens_mask=True,
+            **tokenizer.special_tokens_map,
+        )
+
+    (text,), (ranges,) = _guarded(render, deadline_s, max_memory)
+    return _text(text), ranges
+
+
+def marks_generation(template: str) -> bool:
+    """Whether a chat template marks what is generated, by transformers' statement `generation`."""
+    return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
+
+
+def _guarded(render: Callable[[], Any], deadline_s: float, max_memory: int) -> Any:
+    """What `render` returns. Raises `DataError` for all that goes wrong in it."""
     try:
-        text = _limited(render, deadline_s, max_memory)
+        return _limited(render, deadline_s, max_memory)
     except DataError:
         raise
     except Exception as error:  # the code is the checkpoint's: any exception may come out of it
         raise DataError(f"the chat template {_reason(error)}") from None
-    if not isinstance(text, str):
-        raise DataError(f"the chat template returns {type(text).__name__}, not text")
-    return text
+
+
+def _text(found: Any) -> str:
+    if not isinstance(found, str):
+        raise DataError(f"the chat template returns {type(found).__name__}, not text")
+    return found
+
+
+def _template(tokenizer: Any, tools: Any, now: datetime.datetime) -> str:
+    """The tokenizer's template, with `now` in the place of the clock."""
+    return _dated(tokenizer.get_chat_template(tools=tools), now)
 
 
 def _dated(template: str, now: datetime.datetime) -> str:

@@ -16,7 +16,8 @@ from swiftkv_jax.infer.serve.protocol import Message, TokenizeBody
 from swiftkv_jax.infer.serve.text.prompts import PromptEncoder
 from swiftkv_jax.infer.text import encode_chat
 from swiftkv_jax.train.data.documents import Document, parse_json
-from swiftkv_jax.train.data.tokenize import Example, _apply_template, tokenize
+from swiftkv_jax.train.data.rendering import Renderer
+from swiftkv_jax.train.data.tokenize import Example, tokenize
 from tests.chat_templates import TEMPLATES, byte_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -185,7 +186,7 @@ def by_training(tokenizer, line: bytes, generation_prompt: bool):
     assert isinstance(document, Document), document
     turns = len(document.messages or [])
     try:
-        text = _apply_template(tokenizer, document, turns, generation_prompt=generation_prompt)
+        text = Renderer(tokenizer).text(document, turns, add_generation_prompt=generation_prompt)
     except ValueError as error:
         return str(error).removesuffix(f" (the first {turns} of them)")
     return tokenizer(text, add_special_tokens=False)["input_ids"], text

@@ -19,7 +19,15 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
     {"demo", "errors", "hardware", "interrupts", "pallas_kernels"},
     {"rope_config"},
-    {"chat_messages", "chat_template", "config", "distributed", "mesh", "roofline"},
+    {
+        "chat_messages",
+        "chat_template",
+        "config",
+        "distributed",
+        "mesh",
+        "roofline",
+        "special_tokens",
+    },
     {"attention", "cut", "io", "params", "presets", "rope", "topology"},
     {"initialization", "kernel_check", "quantization", "stacks"},
     {"batch", "cache", "experts", "model", "sharding"},

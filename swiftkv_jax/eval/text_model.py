@@ -21,7 +21,8 @@ from ..chat_template import render_chat
 from ..errors import DataError, UsageError
 from ..infer.engine.engine import Engine
 from ..infer.engine.requests import Request, RequestOutput, ScoreRequest
-from ..infer.text import TextStream, brings_first_token, check_unicode, encode_pair, first_token
+from ..infer.text import TextStream, check_unicode, encode_pair, first_token
+from ..special_tokens import brings_first_token
 from .generation import Generation, generation
 
 logger = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ from typing import Any
 from ..chat_messages import MessageError, normalize_messages
 from ..chat_template import render_chat
 from ..errors import DataError, UsageError
+from ..special_tokens import brings_first_token
 from .engine.requests import Request
 from .stop_strings import StopStrings
 
@@ -79,12 +80,6 @@ def first_token(tokenizer: Any) -> int:
             "token of a text"
         )
     return first
-
-
-def brings_first_token(tokenizer: Any, text: str) -> bool:
-    """Whether `text` begins with the special token that the tokenizer would put there."""
-    bos = getattr(tokenizer, "bos_token", None)
-    return bool(bos) and text.startswith(bos)
 
 
 def check_unicode(text: str) -> None:

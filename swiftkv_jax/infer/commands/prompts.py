@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import DataError, UsageError
+from ...special_tokens import brings_first_token
 from ..engine.requests import Request
 from ..engine.sampling_params import SamplingParams
-from ..text import brings_first_token, encode, encode_chat
+from ..text import encode, encode_chat
 
 logger = logging.getLogger(__name__)
 

@@ -48,6 +48,8 @@ class Manifest:
     """Share of the positions that hold a token."""
     fingerprint: str
     """Hash of the rows in order and their length; the same on every machine."""
+    tokenization: int = 1
+    """`tokenize.VERSION` when it was made. The first version did not record it."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,6 +38,8 @@ class Document:
     given: int = 0
     """Number of leading characters of `text`, or of leading messages, that are context and no
     targets."""
+    without_weight: frozenset[int] = frozenset()
+    """Numbers of the messages whose `weight` is 0, which are no targets either."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,15 +99,36 @@ def _prompt_and_completion(fields: dict[str, Any], origin: str) -> Document:
 
 def _chat(origin: str, messages: list[Any], fields: dict[str, Any], *, given: int = 0) -> Document:
     """A conversation as chat templates get it. Raises `_Malformed`."""
+    without_weight = {at for at, message in enumerate(messages) if _weight(at, message) == 0}
+    messages = [
+        {name: value for name, value in message.items() if name != "weight"}
+        if isinstance(message, dict)
+        else message
+        for message in messages
+    ]
     try:
         return Document(
             origin,
             messages=normalize_messages(messages),
             tools=_tools(fields.get("tools")),
             given=given,
+            without_weight=frozenset(without_weight),
         )
     except MessageError as error:
         raise _Malformed(f"message {error.number}: {error}") from None
+
+
+def _weight(number: int, message: Any) -> float | None:
+    """The `weight` of a message, as in OpenAI's format for fine-tuning. Raises `_Malformed`."""
+    weight = message.get("weight") if isinstance(message, dict) else None
+    if weight is None:
+        return None
+    if weight not in (0, 1):
+        raise _Malformed(f"message {number}: `weight` must be 0 or 1, not {weight!r}")
+    if weight and message.get("role") != "assistant":
+        role = message.get("role")
+        raise _Malformed(f"message {number}: `weight` 1 on role {role!r}: only answers are targets")
+    return weight
 
 
 def _tools(value: Any) -> list[dict[str, Any]] | None:
@@ -144,7 +167,13 @@ def _sharegpt(value: Any) -> list[dict[str, Any]]:
             raise _Malformed(
                 f'turn {number} of "conversations": expected {{"from": "{roles}", "value": "..."}}'
             )
-        messages.append({"role": _SHAREGPT_ROLES[turn["from"]], "content": turn["value"]})
+        messages.append(
+            {
+                "role": _SHAREGPT_ROLES[turn["from"]],
+                "content": turn["value"],
+                "weight": turn.get("weight"),
+            }
+        )
     return messages
 
 

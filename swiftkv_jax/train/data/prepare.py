@@ -29,7 +29,7 @@ from .dataset import (
 from .documents import Unreadable
 from .packing import pack
 from .sources import DataSource, find_files, read_file
-from .tokenize import Example, tokenize
+from .tokenize import VERSION, Example, tokenize
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +124,12 @@ def check_dataset(dataset: PackedDataset, length: int, tokenizer_id: str) -> Pac
             f"{dataset.path}: prepared with another tokenizer or chat template than this model's; "
             f"prepare the data again"
         )
+    if manifest.tokenization != VERSION:
+        logger.warning(
+            "%s: prepared with another version of swiftkv-jax, whose tokens and targets differ "
+            "from this one's; prepare the data again to have these",
+            dataset.path,
+        )
     return dataset
 
 
@@ -157,7 +163,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 def _key(files: list[Path], tokenizer_id: str, length: int) -> bytes:
     """16 bytes that name the dataset of these files in a cache."""
     return hashlib.sha256(
-        json.dumps([_describe_files(files), tokenizer_id, length]).encode()
+        json.dumps([_describe_files(files), tokenizer_id, length, VERSION]).encode()
     ).digest()[:16]
 
 
@@ -212,6 +218,7 @@ def _write(
         targets=totals.targets,
         fill=totals.tokens / (totals.rows * length),
         fingerprint=totals.fingerprint,
+        tokenization=VERSION,
     )
 
 

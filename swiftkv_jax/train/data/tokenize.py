@@ -1,31 +1,24 @@
-"""From documents to tokens and targets.
-
-The targets of a conversation are the assistant's turns. Their place is the difference between two
-renderings of the conversation: that works for repeated answers and for trimmed ones. Where a
-template renders an answer otherwise once others follow (Qwen3 leaves out its reasoning), it is an
-example of its own, the conversation up to it: what the model sees when it writes that answer.
-"""
+"""From documents to tokens and targets."""
 
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
-from ...chat_template import render_chat
-from ...errors import DataError
+from ...special_tokens import brings_first_token, brings_last_token
 from .documents import Document, Unreadable
+from .rendering import Rendered, Renderer
 
+VERSION = 2
+"""Of the rules by which a document becomes tokens and targets. In the first, text that brought its
+special tokens got them twice, and targets were also what templates write behind an answer's end
+token and as empty reasoning."""
 # A tokenizer call runs on all cores when it gets many texts; the second limit bounds its memory.
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 2**22
-
-TEMPLATE_DATE = datetime.datetime(2024, 7, 26)
-"""The date in conversations whose template writes today's (Llama 3.1, Granite, SmolLM3), so that
-the same data are the same tokens on any day: what Llama 3.1's template writes without a clock."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,50 +32,41 @@ class Example:
     """bool[n]; True where the token is to be predicted."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rendered:
-    """A document as text, with the places of its targets."""
-
-    origin: str
-    text: str
-    spans: tuple[tuple[int, int], ...]
-    """(start, stop) characters of each target, in order."""
-    is_chat: bool
-
-
 def tokenize(
     documents: Iterable[Document | Unreadable], tokenizer: Any
 ) -> Iterator[Example | Unreadable]:
     """Examples in the order of the documents; `Unreadable` for those that cannot be trained on. A
     conversation is one example, or several where the template rewrites earlier answers.
 
-    Text gets the tokenizer's own special tokens and an end token; a chat template writes its own.
-    The targets of `prompt` and `completion` texts are the completion and the end token. A token
-    that straddles the edge of a target is none. Raises `DataError` if there are messages and the
-    tokenizer has no chat template.
+    Text gets the tokenizer's own special tokens and an end token, unless it brings them; a chat
+    template writes its own. The targets of `prompt` and `completion` texts are the completion and
+    the end token. A token that straddles the edge of a target is none, except where the template
+    marks the targets: there it is one, as in transformers' `return_assistant_tokens_mask`. Raises
+    `DataError` if there are messages and the tokenizer has no chat template.
     """
+    renderer = Renderer(tokenizer)
     for batch in _batches(
         item
         for document in documents
-        for item in (_render(document, tokenizer) if isinstance(document, Document) else [document])
+        for item in (renderer.render(document) if isinstance(document, Document) else [document])
     ):
-        rendered = [item for item in batch if isinstance(item, _Rendered)]
-        texts, chats = (
-            _encode([item for item in rendered if item.is_chat == is_chat], tokenizer)
-            for is_chat in (False, True)
-        )
+        special, plain = [], []
         for item in batch:
-            if isinstance(item, Unreadable):
-                yield item
-                continue
-            example = next(chats if item.is_chat else texts)
-            if example.is_target[1:].any():
+            if isinstance(item, Rendered):
+                (special if _gets_special_tokens(item, tokenizer) else plain).append(item)
+        examples = {
+            **_encode(special, tokenizer, add_special_tokens=True),
+            **_encode(plain, tokenizer, add_special_tokens=False),
+        }
+        for item in batch:
+            example = item if isinstance(item, Unreadable) else examples[id(item)]
+            if isinstance(example, Unreadable) or example.is_target[1:].any():
                 yield example
             else:
                 yield Unreadable(item.origin, "it yields no token to predict")
 
 
-def _batches(items: Iterable[_Rendered | Unreadable]) -> Iterator[list[_Rendered | Unreadable]]:
+def _batches(items: Iterable[Rendered | Unreadable]) -> Iterator[list[Rendered | Unreadable]]:
     """Documents for one tokenizer call. An unreadable one ends its batch, so that it is reported
     before the next, which may take as long as a chat template is allowed to."""
     batch, characters = [], 0
@@ -96,100 +80,50 @@ def _batches(items: Iterable[_Rendered | Unreadable]) -> Iterator[list[_Rendered
     yield batch
 
 
-def _render(document: Document, tokenizer: Any) -> Sequence[_Rendered | Unreadable]:
-    try:
-        if document.messages is None:
-            text = document.text or ""
-            target = ((document.given, len(text)),)
-            rendered = [_Rendered(document.origin, text, target, is_chat=False)]
-        else:
-            rendered = _render_chat(document, tokenizer)
-        for item in rendered:
-            item.text.encode("utf-8")
-    except _Refused as error:
-        return [Unreadable(document.origin, str(error))]
-    except UnicodeEncodeError as error:
-        reason = f"not Unicode text (a lone surrogate at character {error.start})"
-        return [Unreadable(document.origin, reason)]
-    return rendered
+def _gets_special_tokens(item: Rendered, tokenizer: Any) -> bool:
+    """Whether the tokenizer adds its own to a text."""
+    return not item.is_chat and not brings_first_token(tokenizer, item.text)
 
 
-class _Refused(ValueError):
-    pass
-
-
-def _render_chat(document: Document, tokenizer: Any) -> list[_Rendered]:
-    """Targets are what an assistant turn adds to the rendering that ends with the generation
-    prompt. Each is in one of the texts."""
-    if tokenizer.chat_template is None:
-        raise DataError(
-            f"{document.origin}: the model's tokenizer has no chat template, so messages cannot "
-            f"be rendered"
-        )
-    messages = document.messages or []
-    answers = [
-        turn
-        for turn in range(document.given, len(messages))
-        if messages[turn]["role"] == "assistant"
-    ]
-    if not answers:
-        raise _Refused("no message with role 'assistant' to train on")
-    text = _apply_template(tokenizer, document, len(messages), generation_prompt=False)
-    spans, alone = [], []
-    for turn in answers:
-        before = _apply_template(tokenizer, document, turn, generation_prompt=True)
-        after = _apply_template(tokenizer, document, turn + 1, generation_prompt=False)
-        if not after.startswith(before):
-            raise _Refused(
-                f"the chat template rewrites earlier turns, so answer {turn} cannot be located"
-            )
-        span = len(before), len(after)
-        if text.startswith(after):
-            spans.append(span)
-        else:
-            alone.append(_Rendered(document.origin, after, (span,), is_chat=True))
-    whole = _Rendered(document.origin, text, tuple(spans), is_chat=True)
-    return [*alone, whole] if spans else alone
-
-
-def _apply_template(
-    tokenizer: Any, document: Document, turns: int, *, generation_prompt: bool
-) -> str:
-    """The first `turns` messages as text."""
-    try:
-        return render_chat(
-            tokenizer,
-            (document.messages or [])[:turns],
-            tools=document.tools,
-            add_generation_prompt=generation_prompt,
-            now=TEMPLATE_DATE,
-        )
-    except DataError as error:
-        raise _Refused(f"{error} (the first {turns} of them)") from None
-
-
-def _encode(batch: list[_Rendered], tokenizer: Any) -> Iterator[Example]:
-    """One tokenizer call for documents that are all text or all chat."""
+def _encode(
+    batch: list[Rendered], tokenizer: Any, *, add_special_tokens: bool
+) -> dict[int, Example]:
+    """The example of each text, by its `id`, from one tokenizer call."""
     if not batch:
-        return
-    is_chat = batch[0].is_chat
+        return {}
     encoded = tokenizer(
         [item.text for item in batch],
-        add_special_tokens=not is_chat,
+        add_special_tokens=add_special_tokens,
         return_offsets_mapping=True,
         return_attention_mask=False,
         verbose=False,
     )
-    end = [] if is_chat or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    found = {}
     for item, tokens, offsets in zip(
         batch, encoded["input_ids"], encoded["offset_mapping"], strict=True
     ):
-        is_target = _inside(np.array(offsets, np.int64).reshape(-1, 2), item.spans)
-        yield Example(
-            item.origin,
-            np.array([*tokens, *end], np.int32),
-            np.append(is_target, [True] * len(end)).astype(bool),
-        )
+        ranges = np.array(offsets, np.int64).reshape(-1, 2)
+        is_target = (_touching if item.is_marked else _inside)(ranges, item.spans)
+        ids = np.array(tokens, np.int32)
+        if not item.is_chat:
+            ids, is_target = _ended(item.text, ids, is_target, ranges, tokenizer)
+        found[id(item)] = Example(item.origin, ids, is_target)
+    return found
+
+
+def _ended(
+    text: str, ids: np.ndarray, is_target: np.ndarray, ranges: np.ndarray, tokenizer: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and targets of a text with one end token, which is a target: its own, or one that is
+    added. Shapes are those of `_inside`."""
+    end = tokenizer.eos_token_id
+    if end is None:
+        return ids, is_target
+    if len(ids) and ids[-1] == end and ranges[-1, 0] == ranges[-1, 1]:  # the tokenizer's
+        ids, is_target = ids[:-1], is_target[:-1]
+    if brings_last_token(tokenizer, text):
+        return ids, is_target
+    return np.append(ids, np.int32(end)), np.append(is_target, True)
 
 
 def _inside(offsets: np.ndarray, spans: tuple[tuple[int, int], ...]) -> np.ndarray:
@@ -204,3 +138,13 @@ def _inside(offsets: np.ndarray, spans: tuple[tuple[int, int], ...]) -> np.ndarr
     # odd: past the start of a span and not past its stop
     span = np.searchsorted(edges, stops, side="left")
     return (span % 2 == 1) & (starts >= edges[np.maximum(span, 1) - 1])
+
+
+def _touching(offsets: np.ndarray, spans: tuple[tuple[int, int], ...]) -> np.ndarray:
+    """True for each token of which a character lies in a span. Shapes are those of `_inside`."""
+    starts, stops = offsets[:, 0], offsets[:, 1]
+    found = np.zeros(len(offsets), bool)
+    for start, stop in spans:
+        is_empty = (starts == stops) & (stops == stop)  # spaces, trimmed
+        found |= (start < stops) & ((starts < stop) | is_empty)
+    return found

@@ -15,6 +15,7 @@ from swiftkv_jax.train.data import prepare as prepare_module
 from swiftkv_jax.train.data.dataset import UNREADABLE, is_packed_dataset
 from swiftkv_jax.train.data.prepare import build, prepare, tokenizer_fingerprint
 from swiftkv_jax.train.data.sources import DataSource
+from swiftkv_jax.train.data.tokenize import VERSION
 from tests.free_port import free_port
 
 LENGTH = 16
@@ -105,6 +106,21 @@ def test_a_dataset_as_a_source(tmp_path, tokenizer, source):
         build(source, tokenizer, LENGTH, store.path)
 
 
+def test_a_dataset_of_an_earlier_version_is_read_and_said_to_be_one(
+    tmp_path, tokenizer, source, log
+):
+    store = build(source, tokenizer, LENGTH, tmp_path / "store")
+    as_source = DataSource(str(store.path))
+    prepare(as_source, tokenizer, LENGTH, tmp_path / "cache")
+    assert "another version" not in log.text
+    manifest = json.loads((store.path / "manifest.json").read_text())
+    assert manifest.pop("tokenization") == VERSION
+    (store.path / "manifest.json").write_text(json.dumps(manifest))
+    found = prepare(as_source, tokenizer, LENGTH, tmp_path / "cache")
+    assert len(found) == len(store) and found.manifest.tokenization == 1
+    assert log.messages[-1].startswith(f"{store.path}: prepared with another version")
+
+
 def test_unreadable_rows_are_counted_and_reported(tmp_path, tokenizer, log):
     source = write_rows(tmp_path / "a.jsonl", 38, bad=12)
     store = build(source, tokenizer, LENGTH, tmp_path / "store", max_unreadable_share=0.25)
@@ -159,6 +175,7 @@ from swiftkv_jax import cli, demo
 from swiftkv_jax.checkpoints.auxiliary import load_tokenizer, read_auxiliary_files
 from swiftkv_jax.train.data import prepare as module
 from swiftkv_jax.train.data.sources import DataSource
+from swiftkv_jax.train.data.tokenize import VERSION
 cli.configure_logging()
 logging.getLogger("swiftkv_jax").propagate = False  # as while a command runs
 tokenizer = load_tokenizer(demo.LLAMA, read_auxiliary_files(demo.LLAMA)[1])

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
+from ....chat_template import THINKING_SWITCHES
 from ..app import App
 from ..bodies.forms import check_takes_tools
 from ..bodies.params import refuse_fields, refuse_unsupported
-from ..bodies.template_options import SWITCHES
 from ..errors import invalid, renaming, unsupported
 from ..http.exchange import HTTPExchange
 from ..protocol import (
@@ -260,7 +260,7 @@ def _thinking(
         return None, None, effort
     if thinking.type == "disabled":
         return None, None, "none"
-    switches = {name: True for name in SWITCHES if name in variables}
+    switches = {name: True for name in THINKING_SWITCHES if name in variables}
     return thinking.display != "omitted", switches or None, effort
 
 

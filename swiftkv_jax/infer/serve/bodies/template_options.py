@@ -7,12 +7,10 @@ import re
 from collections.abc import Collection
 from typing import Any
 
+from ....chat_template import THINKING_SWITCHES
 from ..errors import invalid, unsupported
 from ..protocol import ChatBody, TokenizeBody
 
-SWITCHES = ("enable_thinking", "thinking")
-"""Variables that switch reasoning on and off: of Qwen3, SmolLM3 and GLM; of DeepSeek and Granite.
-Requests may set them wherever the template reads them."""
 MAX_LENGTH = 1024
 """Characters of a value."""
 
@@ -32,13 +30,13 @@ def template_options(
     reasons: bool,
 ) -> dict[str, Any]:
     """Values of the template's variables that a body sets. `variables` are those that it reads, of
-    which a body may set the `SWITCHES` and those that are `allowed`; `reasons` tells whether the
-    model does. Raises `APIError`."""
+    which a body may set the `THINKING_SWITCHES` and those that are `allowed`; `reasons` tells
+    whether the model does. Raises `APIError`."""
     found: dict[str, Any] = {}
     for name, value in (body.chat_template_kwargs or {}).items():
         if value is None:
             continue
-        if name not in allowed and not (name in SWITCHES and name in variables):
+        if name not in allowed and not (name in THINKING_SWITCHES and name in variables):
             raise unsupported(
                 "chat_template_kwargs",
                 f"`chat_template_kwargs`: {name!r} cannot be set on this server",
@@ -50,7 +48,7 @@ def template_options(
         return found
     if "reasoning_effort" in variables:
         return found | {"reasoning_effort": effort}
-    switch = next((name for name in SWITCHES if name in variables), None)
+    switch = next((name for name in THINKING_SWITCHES if name in variables), None)
     if effort != "none" or switch is None:
         reason = "switch reasoning off" if effort == "none" else "set an effort"
         raise unsupported("reasoning_effort", f"this model's chat template cannot {reason}")
@@ -61,7 +59,7 @@ def template_options(
 
 def _check(name: str, value: Any) -> None:
     where = f"`chat_template_kwargs`: {name!r}"
-    if name in SWITCHES and not isinstance(value, bool):
+    if name in THINKING_SWITCHES and not isinstance(value, bool):
         raise invalid("chat_template_kwargs", f"{where} must be true or false")
     if not isinstance(value, bool | int | float | str) or len(str(value)) > MAX_LENGTH:
         raise invalid(

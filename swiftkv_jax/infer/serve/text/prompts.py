@@ -15,8 +15,9 @@ import numpy as np
 
 from ....chat_template import render_chat
 from ....errors import DataError, UsageError
+from ....special_tokens import brings_first_token
 from ...engine.page_pool import page_keys
-from ...text import brings_first_token, check_unicode, rust_tokenizer
+from ...text import check_unicode, rust_tokenizer
 from ..errors import PromptTooLong, invalid
 from ..protocol import Message
 from .workers import Workers
