@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING
 
 from ..errors import UsageError
+from .grammar_tokenizer import grammar_tokenizer, hide_token_names, show_token_names
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -30,7 +31,8 @@ class TokenizerDescription:
         from llguidance import LLTokenizer
 
         ids = None if self.eos_token_ids is None else list(self.eos_token_ids)
-        return LLTokenizer(self.text, n_vocab=self.vocab_size, eos_token=ids)
+        text = grammar_tokenizer(self.text)
+        return LLTokenizer(text, n_vocab=self.vocab_size, eos_token=ids)
 
     def write(self, file: IO[str]) -> None:
         json.dump(dataclasses.asdict(self), file)
@@ -53,12 +55,26 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
         max_grammar_size=100_000,
         verbose_errors=False,
     )
-    found = LLMatcher(tokenizer, grammar, limits=limits, log_level=0)
+    found = LLMatcher(tokenizer, _with_hidden_names(grammar), limits=limits, log_level=0)
     if found.is_error():
         raise UsageError(f"the grammar is refused: {one_line(found.get_error())}")
     return found
 
 
+def _with_hidden_names(grammar: str) -> str:
+    """A grammar with the names that tokens have in `grammar_tokenizer`."""
+    if "<" not in grammar:
+        return grammar
+    try:
+        found = json.loads(grammar)
+        parts = [part for part in found["grammars"] if "lark_grammar" in part]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return hide_token_names(grammar)  # Lark, by itself
+    for part in parts:
+        part["lark_grammar"] = hide_token_names(part["lark_grammar"])
+    return json.dumps(found) if parts else grammar
+
+
 def one_line(error: object) -> str:
     """A message in one line."""
-    return " ".join(str(error).split())[:300]
+    return show_token_names(" ".join(str(error).split()))[:300]

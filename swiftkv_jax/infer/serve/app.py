@@ -25,7 +25,7 @@ from .text.grammars import Compiler, GrammarQueue
 from .text.prompts import LONG, Prompt, PromptEncoder, Truncation
 from .text.reasoning import Reasoning, reasoning_of
 from .text.token_text import TokenSpellings
-from .text.tool_calls import format_of
+from .text.tool_formats import ToolFormat, format_of
 
 
 class App:
@@ -83,9 +83,11 @@ class App:
             vocab_size=engine.config.vocab_size,
             eos_token_ids=engine.eos_token_ids,
         )
-        chosen, self.tool_format = self.options.tool_call_parser, format_of(template)
-        if self.tool_format is not None and chosen != "auto":
-            self.tool_format = None if chosen == "none" else chosen
+        chosen, asked = self.options.tool_call_parser, format_of(template)
+        self.tool_format: ToolFormat | None = None
+        """None refuses tools."""
+        if asked is not None and chosen != "none":
+            self.tool_format = ToolFormat.of(asked if chosen == "auto" else chosen, tokenizer)
         self.spellings = TokenSpellings(tokenizer)
         self.spellings_as_ids = TokenSpellings(tokenizer, as_ids=True)
 
@@ -147,7 +149,7 @@ class App:
         """How the prompts of a body are shortened. Raises `APIError`."""
         return truncation_of(body, self.service.max_model_len)
 
-    async def form_of(self, body: Sampling, tool_format: str | None, num_bytes: int) -> Form:
+    async def form_of(self, body: Sampling, tool_format: ToolFormat | None, num_bytes: int) -> Form:
         """The form that a body of some `num_bytes` asks for: schemas of a megabyte take a tenth of
         a second to read. Raises `APIError`."""
         if num_bytes <= LONG:

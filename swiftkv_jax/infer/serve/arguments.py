@@ -10,7 +10,7 @@ from ..commands.engine_options import add_engine_arguments, token_count
 from ..commands.sampling_options import add_distribution_arguments
 from .options import FAIR_BY, SCHEDULING_POLICIES
 from .text.reasoning import FORMATS as REASONING_FORMATS
-from .text.tool_calls import FORMATS
+from .text.tool_formats import FORMATS
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:

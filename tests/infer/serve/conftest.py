@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from swiftkv_jax.infer.serve import server
@@ -47,6 +47,27 @@ def make_tokenizer() -> Any:
         clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def make_tagged_tokenizer(*tags: str, special: bool = False, template: str = TEMPLATE) -> Any:
+    """That of `make_tokenizer` with an added token for each tag, as Qwen's tokenizers have, and a
+    token for the line break, in the place of rare characters."""
+    tokens = json.loads(make_tokenizer().backend_tokenizer.to_str())["model"]["vocab"]
+    for old, new in zip("^~`@#%$&", ("Ċ", *tags), strict=False):
+        tokens[new] = tokens.pop(old)
+    backend = Tokenizer(models.BPE(tokens, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer: Any = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|end|>",
+        additional_special_tokens=["<|user|>"],
+        clean_up_tokenization_spaces=False,
+    )
+    added = [AddedToken(tag, special=special, normalized=False) for tag in tags]
+    tokenizer.add_tokens(added, special_tokens=special)
+    tokenizer.chat_template = template
     return tokenizer
 
 

@@ -4,11 +4,8 @@ from typing import Any
 
 import openai
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-from tests.infer.mock_model_runner import END, VOCAB
-from tests.infer.serve.conftest import USER_TOKEN, make_tokenizer
+from tests.infer.serve.conftest import make_tagged_tokenizer, make_tokenizer
 from tests.infer.serve.test_forms import CALL, CHAT, COMPLETIONS, ROOM, SCHEMA, TOOLS, check_schema
 
 RESPONSES = "/v1/responses"
@@ -30,28 +27,7 @@ SAID = "<think>\nTwo, or so.\n</think>\n\nIt is 4."
 
 
 def make_reasoning_tokenizer(template: str, *, special: bool = False):
-    """That of `make_tokenizer` with a token for each tag and one for the line break, in the place
-    of three characters."""
-    alphabet = [chr(code) for code in range(33, 127)] + ["Ġ"]
-    vocab = {"<|end|>": END} | {one: index for index, one in enumerate(alphabet, start=1)}
-    vocab["<|user|>"] = USER_TOKEN
-    tags = "<think>", "</think>"
-    for old, new in zip("~`^", (*tags, "Ċ"), strict=True):
-        vocab[new] = vocab.pop(old)
-    assert len(vocab) == VOCAB
-    backend = Tokenizer(models.BPE(vocab, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer: Any = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token="<|end|>",
-        additional_special_tokens=["<|user|>"],
-        clean_up_tokenization_spaces=False,
-    )
-    added = [AddedToken(tag, special=special, normalized=False) for tag in tags]
-    tokenizer.add_tokens(added, special_tokens=special)
-    tokenizer.chat_template = template
-    return tokenizer
+    return make_tagged_tokenizer("<think>", "</think>", special=special, template=template)
 
 
 HYBRID_TOKENIZER = make_reasoning_tokenizer(HYBRID)

@@ -226,7 +226,7 @@ async def _parts(
     for number, prompt in enumerate(prompts):
         rng_stream = number if body.seed is None else 0
         request = request_of(prompt, params, rng_stream=rng_stream, salt=salt, grammar=grammar)
-        part = EngineRequest(request, prompt)
+        part = EngineRequest(request, prompt, grammar_param=form.param)
         for sample in range(params.n):
             index = number * params.n + sample
             stop = bool(body.include_stop_str_in_output)

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from typing import Any
 
 from ....errors import UsageError
 from ...structured_outputs import (
     StructuredOutputs,
     checked_schema,
     json_grammar,
-    json_options,
 )
 from ..errors import invalid, unsupported
 from ..protocol import ChatBody, NamedToolChoice, Sampling, Tool
 from ..text.tool_calls import ToolCallParser
+from ..text.tool_formats import ToolFormat
+from .call_grammars import calls_grammar
 
 MAX_TOOLS = 128
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 """Schema of a function that names no parameters: at OpenAI it has none."""
-BREAK = r"/\n?/"
-"""A line break or none, in Lark."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,22 +31,22 @@ class Form:
     """Field that asks for the grammar."""
     tools: tuple[str, ...] = ()
     """Functions that the answer may call."""
-    tool_format: str = ""
+    tool_format: ToolFormat | None = None
     single_call: bool = False
 
     def parser(self) -> ToolCallParser | None:
         """What reads the calls of one answer; None if there are none."""
-        if not self.tools:
+        if self.tool_format is None:
             return None
         return ToolCallParser(
             self.tools,
-            self.tool_format,
+            self.tool_format.name,
             single=self.single_call,
             forced=self.grammar is not None,
         )
 
 
-def form_of(body: Sampling, tool_format: str | None) -> Form:
+def form_of(body: Sampling, tool_format: ToolFormat | None) -> Form:
     """The form that a body asks for. `tool_format` is that of the model, None if it takes no tools.
     Raises `APIError`."""
     grammar, param = _structured(body)
@@ -80,7 +77,7 @@ def form_of(body: Sampling, tool_format: str | None) -> Form:
         one.name: NO_ARGUMENTS if one.parameters is None else {"type": "object"} | one.parameters
         for one in called
     }
-    lark = _calls_grammar(schemas, tool_format, single=form.single_call)
+    lark = calls_grammar(schemas, tool_format, single=form.single_call)
     return dataclasses.replace(form, grammar=lark, param="tools")
 
 
@@ -118,13 +115,13 @@ def _structured(body: Sampling) -> tuple[str | None, str]:
         raise invalid(param, f"`{param}`: {error}", "invalid_grammar") from None
 
 
-def check_takes_tools(tools: list[Tool] | None, tool_format: str | None) -> None:
+def check_takes_tools(tools: list[Tool] | None, tool_format: ToolFormat | None) -> None:
     """Raise `APIError` for tools of a body whose model takes none, in any format."""
     if tools is not None and tool_format is None:
         raise unsupported("tools", "this model's chat template takes no tools")
 
 
-def _check_tools(body: ChatBody, tool_format: str | None) -> list[str]:
+def _check_tools(body: ChatBody, tool_format: ToolFormat | None) -> list[str]:
     """The names of the tools. Raises `APIError`."""
     tools = body.tools or []
     if not 1 <= len(tools) <= MAX_TOOLS:
@@ -144,17 +141,3 @@ def _check_tools(body: ChatBody, tool_format: str | None) -> list[str]:
                 message = str(error).replace("`json`", "`parameters`")
                 raise invalid(f"{param}.parameters", message) from None
     return names
-
-
-def _calls_grammar(schemas: dict[str, Any], tool_format: str, *, single: bool) -> str:
-    """A grammar of one call, or of several, in Lark as llguidance extends it."""
-    key, between = ("parameters", '"; "') if tool_format == "llama3_json" else ("arguments", BREAK)
-    rules = [f"call: {' | '.join(f'call{number}' for number in range(len(schemas)))}"]
-    for number, (name, schema) in enumerate(schemas.items()):
-        begin = json.dumps(f'{{"name": "{name}", "{key}": ')
-        call = f'{begin} arguments{number} "}}"'
-        if tool_format == "hermes":
-            call = f'"<tool_call>" {BREAK} {call} {BREAK} "</tool_call>"'
-        rules += [f"call{number}: {call}", f"arguments{number}: %json {json_options(schema)}"]
-    start = "start: call" if single else f"start: call ({between} call)*"
-    return "\n".join([start, *rules])

@@ -190,6 +190,8 @@ class EngineRequest:
     request: Request | ScoreRequest
     prompt: Prompt
     choices: list[Choice] = dataclasses.field(default_factory=list)
+    grammar_param: str = ""
+    """Field of the body that asks for the grammar."""
     scores: list[RequestOutput] = dataclasses.field(default_factory=list)
     """Outputs of a `ScoreRequest`, one after the other."""
     engine_id: int = -1
@@ -301,7 +303,7 @@ class Generation:
                 self.fail(
                     APIError(500, "not_finite", NOT_FINITE)
                     if event.error == NOT_FINITE
-                    else invalid("structured_outputs", event.error, "invalid_grammar")
+                    else invalid(part.grammar_param, event.error, "invalid_grammar")
                 )
             elif isinstance(part.request, ScoreRequest):
                 part.scores.append(event)

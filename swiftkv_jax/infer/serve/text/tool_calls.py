@@ -13,14 +13,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
-FORMATS: Mapping[str, tuple[str, ...]] = {
-    "llama3_json": ("<|python_tag|>",),
-    "hermes": ("<tool_call>", "</tool_call>"),
-}
-"""Formats, with vLLM's names -> their markers."""
+from .tool_formats import FORMATS
+
 MAX_NAME = 64
 _ARGUMENTS = "parameters", "arguments"
 _BUFFERED = "type", "id", *_ARGUMENTS
@@ -45,13 +42,6 @@ class ToolCallDelta:
 
 AnswerPart = str | ToolCallDelta
 """Content, or a part of a call."""
-
-
-def format_of(template: str) -> str | None:
-    """The format that a chat template asks for; None if it takes no tools."""
-    if "tools" not in template:
-        return None
-    return "hermes" if "<tool_call>" in template else "llama3_json"
 
 
 class ToolCallParser:
