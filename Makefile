@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
-.PHONY: demo test test-all lint test-compile compilers newest test-newest test-kernels test-soak test-eval test-router test-ray test-gpu test-tpu first-hour lock clean
+.PHONY: demo test test-all lint test-compile compilers newest lowest test-newest test-lowest test-kernels test-soak test-eval test-router test-ray test-gpu test-tpu first-hour lock clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/demo.py
@@ -35,17 +35,33 @@ $(VENV)/installed: requirements.lock pyproject.toml
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
-# The same code on the newest releases that install: results, not every corner; of the interpreted kernels, the smallest case.
-NEWEST_TESTS := tests/test_public_api.py tests/test_rope.py tests/pallas_kernels/test_attention.py
-NEWEST_CASES := not test_attention or picture
-test-newest: newest
-	.venv-newest/bin/python -c 'import jax; print("jax", jax.__version__)'
-	$(QUICKLY) .venv-newest/bin/python $(PYTEST) $(NEWEST_TESTS) -k "$(NEWEST_CASES)"
+# The same code on the newest releases and on the lowest that pyproject.toml admits: results and the server, not every corner;
+# of the interpreted kernels the smallest case, of the compiled ones BOUNDS_COMPILED (a pytest -k expression; empty is all).
+BOUNDS_TESTS := tests/test_public_api.py tests/test_rope.py tests/test_nnx.py tests/infer/serve/test_metrics.py \
+	tests/pallas_kernels/test_attention.py
+BOUNDS_CASES := not test_attention or picture
+BOUNDS_COMPILED := (test_prefill_chunk and 128 or test_decode and 128-bfloat16-64-2048-True) and not v5e and not v5p
+test-newest test-lowest: test-%: %
+	.venv-$*/bin/python -c 'import jax; print("jax", jax.__version__)'
+	$(QUICKLY) .venv-$*/bin/python $(PYTEST) $(BOUNDS_TESTS) -k "$(BOUNDS_CASES)"
+	$(call compile,.venv-$*) tests/compile/test_hopper.py tests/compile/test_tpu.py -k "$(BOUNDS_COMPILED)"
 
-newest: $(VENV)/installed  # after it: both write the package's metadata
+newest: RESOLUTION := highest
+lowest: RESOLUTION := lowest-direct
+newest lowest: $(VENV)/installed  # after it: all write the package's metadata
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.12 or newer with the venv module on PATH" >&2; exit 1; }
-	test -x .venv-newest/bin/python || $(PYTHON) -m venv .venv-newest
-	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e '.[test]'
+	test -x .venv-$@/bin/python || $(PYTHON) -m venv .venv-$@
+	.venv-$@/bin/python -m pip install --quiet --disable-pip-version-check uv
+	VIRTUAL_ENV=.venv-$@ .venv-$@/bin/uv pip install --quiet --upgrade --resolution $(RESOLUTION) --only-binary :all: \
+		-r pyproject.toml --extra test
+	.venv-$@/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	.venv-$@/bin/python -c '$(JAX_COMPILERS)' | xargs .venv-$@/bin/uv pip install --quiet --no-deps --upgrade \
+		--python .venv-$@/bin/python --target .venv-$@/compilers $(NVIDIA_COMPILERS)
+
+# Prints what pip installs to compile for devices with the installed JAX.
+JAX_COMPILERS := from importlib.metadata import requires, version; jax = version("jax"); \
+	tpu = next(line for line in requires("jax") if line.startswith("libtpu")); \
+	print(f"jax-cuda13-plugin=={jax} jax-cuda13-pjrt=={jax}", tpu.split(";")[0])
 
 # What needs lm-evaluation-harness, in an environment of its own: it brings 45 packages.
 test-eval:
@@ -87,12 +103,13 @@ test-ray: $(VENV)/installed
 # from $(VENV): a JAX that finds them looks for their hardware.
 COMPILE_CASES :=  # a pytest -k expression; empty is all
 test-compile: $(VENV)/compilers
-	PYTHONPATH=$(VENV)/compilers JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 \
-		$(RUN) $(PYTEST) --durations 10 tests/compile -k "$(COMPILE_CASES)"
+	$(call compile,$(VENV)) --durations 10 tests/compile -k "$(COMPILE_CASES)"
+# $(1) an environment
+compile = PYTHONPATH=$(1)/compilers JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 $(1)/bin/python $(PYTEST)
 
 # In the versions that go with the JAX of requirements.lock; nvdisasm, which only reads, has no wheel of nvcc's version.
-COMPILERS := jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2 nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 \
-	nvidia-cuda-nvdisasm==13.2.86 libtpu==0.0.48.1
+COMPILERS = jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2 $(NVIDIA_COMPILERS) libtpu==0.0.48.1
+NVIDIA_COMPILERS := nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-nvdisasm==13.2.86
 compilers: $(VENV)/compilers
 $(VENV)/compilers: requirements-compile.lock $(VENV)/installed
 	rm -rf $@
@@ -129,4 +146,4 @@ lock:
 		--no-header --output-file requirements-compile.lock
 
 clean:
-	rm -rf $(VENV) .venv-newest .venv-eval .venv-router .venv-ray build runs *.egg-info
+	rm -rf $(VENV) .venv-newest .venv-lowest .venv-eval .venv-router .venv-ray build runs *.egg-info
