@@ -44,7 +44,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Num
 
 from ..decode_plan import DecodePlan, make_plan
-from .decode_combine import UNSEEN, combine, head_dim_parts, tile_transforms, to_columns
+from .decode_combine import (
+    UNSEEN,
+    combine,
+    head_dim_parts,
+    store_plain,
+    tile_transforms,
+    to_columns,
+)
 from .decode_tuning import LEAST_TILES, Tuning, fit, splits, unsupported_reason
 from .padding import pad
 
@@ -354,7 +361,7 @@ def _kernel(
         for x, part in zip(o, parts, strict=True):
             o_gmem[entry, head, part] = x * to_columns(inverse, x.shape[0])
         lse = jnp.where(total > 0, m * math.log(2) + jnp.log(total), UNSEEN)
-        lse_gmem[entry, head] = lse
+        store_plain(lse_gmem.at[entry, head], lse)
 
 
 def _to_float16_range(largest):

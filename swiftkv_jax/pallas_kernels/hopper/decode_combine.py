@@ -21,6 +21,9 @@ from jaxtyping import Array, Float, Int
 UNSEEN = -1e30
 """Logarithm of the sum of no exponentials. Finite: the difference of two of them is 0, not NaN."""
 _LAYOUT = plgpu.Layout.WGMMA
+_STORE = getattr(plgpu, "store", None)
+"""From JAX 0.12 on, where an assignment is refused unless it stores whole lines without conflicts;
+before it, Pallas falls back by itself."""
 _HELD = 8192  # numbers that a thread block reads at once: 64 registers a thread
 
 
@@ -107,11 +110,15 @@ def _kernel(
         o, m, total = lax.fori_loop(0, steps, step, (o, m, total))
         inverse = jnp.where(total > 0, 1 / total, 0.0)
         for x, part in zip(o, parts, strict=True):
-            x = x * to_columns(inverse, part.size)
-            out_smem.at[:, part].T[...] = x.astype(out_smem.dtype)
+            x = (x * to_columns(inverse, part.size)).astype(out_smem.dtype)
+            if H % 64 == 0:
+                store_plain(out_smem.at[:, part].T, x)
+            else:
+                out_smem.at[:, part].T[...] = x
         if row_lse_gmem is not None and turn == 0:  # the same for all head dims
             # Entries that saw nothing count as one another: their weight is exp(0).
-            row_lse_gmem[row, head] = jnp.where(m > UNSEEN / 2, m + jnp.log(total), -jnp.inf)
+            row_lse = jnp.where(m > UNSEEN / 2, m + jnp.log(total), -jnp.inf)
+            store_plain(row_lse_gmem.at[row, head], row_lse)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, out_gmem.shape[2])], out_gmem.at[row, head])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -145,6 +152,14 @@ def tile_transforms(head_dim: int, itemsize: int):
     tiling = plgpu.TilingTransform((8, width))  # pyright: ignore[reportAbstractUsage]
     swizzle = plgpu.SwizzleTransform(width * itemsize)  # pyright: ignore[reportAbstractUsage]
     return tiling, swizzle
+
+
+def store_plain(ref, x):
+    """`x` into rows that lie as they are: less than a line of the L2, or over banks in conflict."""
+    if _STORE is None:
+        ref[...] = x
+    else:
+        _STORE(ref, x, optimized=False)
 
 
 def _load(ref, index, layout):
