@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
-.PHONY: demo test test-all lint test-compile compilers newest lowest test-newest test-lowest test-kernels test-soak test-eval test-router test-ray test-gpu test-tpu first-hour lock clean
+.PHONY: demo test test-all lint test-compile compilers newest lowest test-newest test-lowest test-wheel test-kernels test-soak test-eval test-router test-ray test-gpu test-tpu first-hour lock clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/demo.py
@@ -41,10 +41,15 @@ BOUNDS_TESTS := tests/test_public_api.py tests/test_rope.py tests/test_nnx.py te
 	tests/pallas_kernels/test_attention.py
 BOUNDS_CASES := not test_attention or picture
 BOUNDS_COMPILED := (test_prefill_chunk and 128 or test_decode and 128-bfloat16-64-2048-True) and not v5e and not v5p
-test-newest test-lowest: test-%: %
-	.venv-$*/bin/python -c 'import jax; print("jax", jax.__version__)'
-	$(QUICKLY) .venv-$*/bin/python $(PYTEST) $(BOUNDS_TESTS) -k "$(BOUNDS_CASES)"
-	$(call compile,.venv-$*) tests/compile/test_hopper.py tests/compile/test_tpu.py -k "$(BOUNDS_COMPILED)"
+test-newest: newest
+	$(call test_in,.venv-newest)
+test-lowest: lowest
+	$(call test_in,.venv-lowest)
+define test_in
+	$(1)/bin/python -c 'import jax; print("jax", jax.__version__)'
+	$(QUICKLY) $(1)/bin/python $(PYTEST) $(BOUNDS_TESTS) -k "$(BOUNDS_CASES)"
+	$(call compile,$(1)) tests/compile/test_hopper.py tests/compile/test_tpu.py -k "$(BOUNDS_COMPILED)"
+endef
 
 newest: RESOLUTION := highest
 lowest: RESOLUTION := lowest-direct
@@ -62,6 +67,22 @@ newest lowest: $(VENV)/installed  # after it: all write the package's metadata
 JAX_COMPILERS := from importlib.metadata import requires, version; jax = version("jax"); \
 	tpu = next(line for line in requires("jax") if line.startswith("libtpu")); \
 	print(f"jax-cuda13-plugin=={jax} jax-cuda13-pjrt=={jax}", tpu.split(";")[0])
+
+# The wheel, made from the sdist: commands, server and training in an environment of PYTHON with the lowest versions, then
+# in one with the newest.
+test-wheel: $(VENV)/installed
+	rm -rf build/wheel
+	$(RUN) -c 'from setuptools import build_meta; build_meta.build_sdist("build/wheel")'
+	$(RUN) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel build/wheel/*.tar.gz
+	for resolution in lowest-direct highest; do \
+		$(PYTHON) -m venv --clear .venv-wheel && \
+		.venv-wheel/bin/python -m pip install --quiet --disable-pip-version-check uv && \
+		VIRTUAL_ENV=.venv-wheel .venv-wheel/bin/uv pip install --quiet --resolution $$resolution --only-binary :all: \
+			-r pyproject.toml --extra serve && \
+		.venv-wheel/bin/python -m pip install --quiet --disable-pip-version-check --no-deps build/wheel/*.whl && \
+		SDIST=$$(echo build/wheel/*.tar.gz) WHEEL_ENVIRONMENT=$(CURDIR)/.venv-wheel \
+			$(RUN) -m pytest -q -n 0 tests/deploy/test_wheel.py || exit 1; \
+	done
 
 # What needs lm-evaluation-harness, in an environment of its own: it brings 45 packages.
 test-eval:
@@ -146,4 +167,4 @@ lock:
 		--no-header --output-file requirements-compile.lock
 
 clean:
-	rm -rf $(VENV) .venv-newest .venv-lowest .venv-eval .venv-router .venv-ray build runs *.egg-info
+	rm -rf $(VENV) .venv-newest .venv-lowest .venv-wheel .venv-eval .venv-router .venv-ray build runs *.egg-info

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
@@ -39,14 +39,21 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(model: Path, *arguments: str, wait_url: bool = True) -> Iterator[Server]:
-    """A server of this model, that is ready; killed at the end. Without `wait_url` it has none."""
+def serving(
+    model: Path,
+    *arguments: str,
+    wait_url: bool = True,
+    command: Sequence[str] = (sys.executable, "-m", "swiftkv_jax.infer"),
+    folder: Path = ROOT,
+) -> Iterator[Server]:
+    """A server of this model, that is ready; killed at the end. Without `wait_url` it has none.
+    `command` runs in `folder`."""
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu"}
-    if folder := os.environ.get("TEST_PROGRAMS"):
-        environment["JAX_COMPILATION_CACHE_DIR"] = folder
+    if programs := os.environ.get("TEST_PROGRAMS"):
+        environment["JAX_COMPILATION_CACHE_DIR"] = programs
     process = subprocess.Popen(
-        [sys.executable, "-m", "swiftkv_jax.infer", "serve", "--model", str(model), *arguments],
-        cwd=ROOT,
+        [*command, "serve", "--model", str(model), *arguments],
+        cwd=folder,
         env=environment,
         stderr=subprocess.PIPE,
         text=True,
