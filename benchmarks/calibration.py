@@ -34,7 +34,7 @@ from swiftkv_jax.hardware import GIB
 from swiftkv_jax.infer.bench.dummy import dummy_model
 from swiftkv_jax.params import Llama
 from swiftkv_jax.presets import LLAMA_8B
-from swiftkv_jax.train.start import TOKENS_PER_DIMENSION
+from swiftkv_jax.train.recipe import TOKENS_PER_DIMENSION
 
 from . import report
 from .serve import TINY

@@ -26,7 +26,8 @@ from swiftkv_jax.cost import train_flops_by_part
 from swiftkv_jax.layers import head_weights, norm
 from swiftkv_jax.pallas_kernels.remat import checkpoint_names
 from swiftkv_jax.params import Llama, SwiftKV, llama_shapes, swiftkv_shapes
-from swiftkv_jax.train.distill import AUTHORS, linear_kl, mean_loss
+from swiftkv_jax.train.distill import linear_kl, mean_loss
+from swiftkv_jax.train.objective import AUTHORS
 from swiftkv_jax.transformer import (
     Remat,
     run_lower_layers,

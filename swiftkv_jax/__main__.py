@@ -39,10 +39,25 @@ def main(argv: list[str] | None = None) -> int:
         return cli.run(lambda: print(text) or cli.OK)
     if not argv or argv[0] not in COMMANDS:
         what = f"{argv[0]!r} is not a command" if argv else "a command is missing"
-        return cli.fail(f"{what}: choose from {', '.join(COMMANDS)}", cli.USAGE)
+        meant = _meant(argv[0]) if argv else ""
+        return cli.fail(f"{what}: choose from {', '.join(COMMANDS)}{meant}", cli.USAGE)
     module, _ = COMMANDS[argv[0]]
     rest = argv if argv[0] == "serve" else argv[1:]
     return importlib.import_module(f".{module}", __package__).main(rest)
+
+
+def _meant(name: str) -> str:
+    """A question for the command, or the command of a command, that `name` may stand for."""
+    from . import cli
+    from .infer.__main__ import COMMANDS as infer
+    from .train.subcommands import SUBCOMMANDS as train
+
+    known = {command: command for command in COMMANDS}
+    known |= {command: f"infer {command}" for command in infer if command not in known}
+    known |= {command: f"train {command}" for command in train}
+    known |= {command: f"convert {command}" for command in ("hf2orbax", "orbax2hf", "inspect")}
+    close = cli.closest(name, known)
+    return "" if close is None else f": did you mean {known[close]}?"
 
 
 def program() -> NoReturn:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,9 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 from jaxtyping import Array, ArrayLike, Float, Int
 
-from . import calibration, transformer
+from . import transformer
 from .attention import Attention
 from .batch import Batch, unpacked_batch
-from .calibration import LayerFit
 from .config import Config, GeneratedKV
 from .cut import choose_generated_kv
 from .errors import UsageError
@@ -36,8 +35,9 @@ from .params import Llama, SwiftKV
 from .quantization import refuse_quantized
 from .sharding import batch_sharding
 from .stacks import split_layers
-from .train.data.batches import calibration_batches
-from .train.distill import Objective, distill_sums
+
+if TYPE_CHECKING:  # imported where it is used: `load` needs neither scipy nor training
+    from .calibration import LayerFit
 
 
 def load(
@@ -242,6 +242,8 @@ def distill_loss(
     `model.swiftkv`; the frozen weights get no gradient. Raises `ValueError` for a model without a
     delta, and for tokens and `prompt_lengths` as `logits` does.
     """
+    from .train.objective import Objective
+
     check_model(model)
     if model.swiftkv is None:
         raise ValueError("distill_loss needs a model with a delta: add one with add_swiftkv")
@@ -249,7 +251,7 @@ def distill_loss(
     tokens = _rows(model.config, tokens)
     batch = unpacked_batch(tokens, _weights(tokens, loss_mask))
     batch = _with_own(model.config, batch, _prompt_lengths(tokens, prompt_lengths))
-    sums = _distill_sums(
+    sums = _distill_sums()(
         model.config,
         model.swiftkv,
         model.llama,
@@ -296,6 +298,9 @@ def calibrate(
     quantised model and for data that are neither or without tokens, and `ValueError` if the
     teacher's upper projections were dropped.
     """
+    from . import calibration
+    from .train.data.batches import calibration_batches
+
     config = cut_of(model, num_key_value_layers, key_value_group_size)
     config = choose_generated_kv(config, generated_kv, exact_tail)
     refuse_quantized(model.llama, "calibrate")
@@ -319,4 +324,9 @@ def calibrate(
     return Calibrated(fitted, fit.layers)
 
 
-_distill_sums = jax.jit(distill_sums, static_argnames=("config", "objective", "attention"))
+@functools.cache
+def _distill_sums() -> Callable[..., Any]:
+    """`train.distill.distill_sums`, compiled; imported when a loss is asked for."""
+    from .train.distill import distill_sums
+
+    return jax.jit(distill_sums, static_argnames=("config", "objective", "attention"))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +24,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from . import quantization
-from .config import Config
+from .config import KV_CACHE_DTYPES, Config, KVCacheDtype
 from .errors import UsageError
 from .mesh import MODEL, row_axes
 from .params import Leaf
 
-KVCacheDtype = Literal["auto", "float32", "bfloat16", "fp8", "int8"]
-"""How keys and values are stored. `auto` is the weights' dtype; `fp8` is float8_e4m3fn."""
-KV_CACHE_DTYPES: tuple[KVCacheDtype, ...] = ("auto", "float32", "bfloat16", "fp8", "int8")
 _EIGHT_BITS: dict[Any, quantization.Format] = {
     jnp.dtype(dtype): format for format, dtype in quantization.DTYPES.items()
 }

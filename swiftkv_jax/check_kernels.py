@@ -16,15 +16,14 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import cli
 from .errors import DataError
-from .io.files import check_absent, write_json
-from .kernel_check import KernelCheck, KernelConfig
-from .kernel_check.configurations import model_configs, standard_configs
-from .kernel_check.processes import check_in_children, describe_device
-from .kernel_check.verdicts import DeviceVersion, Verdict, VerdictFile
+
+if TYPE_CHECKING:
+    from .kernel_check import KernelCheck, KernelConfig
+    from .kernel_check.verdicts import DeviceVersion, Verdict
 
 
 def main(argv: Sequence[str] | None = None, check: KernelCheck | None = None) -> int:
@@ -45,10 +44,16 @@ def main(argv: Sequence[str] | None = None, check: KernelCheck | None = None) ->
     )
     add("--json", type=Path, metavar="FILE", help="also write the verdicts here")
     args = parser.parse_args(argv)
-    return cli.run(lambda: _run(args, check or KernelCheck()), parser)
+    return cli.run(lambda: _run(args, check), parser)
 
 
-def _run(args: argparse.Namespace, check: KernelCheck) -> int:
+def _run(args: argparse.Namespace, check: KernelCheck | None) -> int:
+    from .io.files import check_absent, write_json
+    from .kernel_check import KernelCheck, configurations
+    from .kernel_check.processes import check_in_children
+    from .kernel_check.verdicts import VerdictFile
+
+    check = check or KernelCheck()
     check_absent("`json`", args.json)
     config = None
     if args.model is not None:
@@ -64,9 +69,9 @@ def _run(args: argparse.Namespace, check: KernelCheck) -> int:
         print(f"no device kernels for {_name(device)}: attention runs through XLA")
     else:
         if config is None:
-            configs = standard_configs(kernels)
+            configs = configurations.standard_configs(kernels)
         else:
-            configs = model_configs(config, kernels)
+            configs = configurations.model_configs(config, kernels)
         print(
             f"{kernels} kernels on {_name(device)}, {len(configs)} configurations, at most "
             f"{check.timeout:g} s each\n{_row('kernel', 'seconds', 'verdict')}",
@@ -92,6 +97,9 @@ def _run(args: argparse.Namespace, check: KernelCheck) -> int:
 
 def _device(check: KernelCheck) -> DeviceVersion:
     """The device, as a child process finds it."""
+    from .kernel_check.processes import describe_device
+    from .kernel_check.verdicts import DeviceVersion
+
     if check.device is not None:
         return DeviceVersion.of(check.device)
     try:

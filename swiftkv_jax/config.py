@@ -17,6 +17,10 @@ GeneratedKV = Literal["boundary", "own"]
 """Where generated tokens take their upper keys and values from: see `Config.generated_kv`."""
 GENERATED_KV: tuple[GeneratedKV, ...] = ("boundary", "own")
 
+KVCacheDtype = Literal["auto", "float32", "bfloat16", "fp8", "int8"]
+"""How keys and values are stored. `auto` is the weights' dtype; `fp8` is float8_e4m3fn."""
+KV_CACHE_DTYPES: tuple[KVCacheDtype, ...] = ("auto", "float32", "bfloat16", "fp8", "int8")
+
 NO_OWN = 2**30
 """A position that no sequence reaches."""
 

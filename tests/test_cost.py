@@ -19,7 +19,8 @@ from swiftkv_jax.cost import (
     query_scale_flops_by_part,
     train_flops_per_token,
 )
-from swiftkv_jax.infer.bench.summary import STUDENT, TEACHER, variant_of
+from swiftkv_jax.infer.bench.cells import STUDENT, TEACHER
+from swiftkv_jax.infer.bench.summary import variant_of
 from swiftkv_jax.infer.runner.lowering import (
     DecodeProgram,
     PrefillProgram,

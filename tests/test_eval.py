@@ -13,7 +13,8 @@ import pytest
 import swiftkv_jax as skv
 from swiftkv_jax import cli
 from swiftkv_jax.errors import DataError, UsageError
-from swiftkv_jax.eval.__main__ import main, parser, task_sets
+from swiftkv_jax.eval.__main__ import main, parser
+from swiftkv_jax.eval.command import task_sets
 from swiftkv_jax.eval.comparison import Score, difference, scores, table
 from swiftkv_jax.eval.generation import generation
 from swiftkv_jax.eval.tasks import PAPER, RENAMED

@@ -18,7 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # From the bottom up: a module imports, at module level or not, only modules of earlier rows.
 FLOORS = [
     {"demo", "errors", "hardware", "interrupts", "pallas_kernels"},
-    {"rope_config"},
+    {"mesh_shape", "rope_config"},
     {
         "chat_messages",
         "chat_template",
@@ -35,7 +35,9 @@ FLOORS = [
     {"packed_attention"},
     {"checkpoints", "transformer"},
     {"calibration", "cli", "cost"},
-    {"__main__", "check_kernels", "convert", "infer", "train"},
+    {"conversion"},
+    {"check_kernels", "convert", "infer", "train"},
+    {"__main__"},
     {"api", "eval"},
     {"nnx"},
 ]
@@ -205,6 +207,50 @@ def test_the_engine_imports_no_jax():
     loaded = python(code + "print(*sorted(sys.modules))").split()
     assert "swiftkv_jax.infer.engine.engine" in loaded
     assert not {"jax", "flax", "swiftkv_jax.infer.runner"} & set(loaded)
+
+
+COMMANDS = [
+    "",
+    "infer",
+    "infer generate",
+    "infer chat",
+    "infer score",
+    "infer bench",
+    "infer bench serve",
+    "serve",
+    "train",
+    *(f"train {name}" for name in ("analyze", "calibrate", "prepare", "show", "report")),
+    "convert",
+    "convert inspect",
+    "eval",
+    "check-kernels",
+]
+"""Every command and subcommand."""
+PARSE = """
+import contextlib, io, sys
+from swiftkv_jax.__main__ import main
+for command in {commands}:
+    for words in (["--help"], ["--no-such-flag"]):
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+            main([*command.split(), *words])
+        assert words != ["--help"] or "usage:" in out.getvalue() or "commands" in out.getvalue()
+print(*sorted({{name.partition(".")[0] for name in sys.modules}}))
+"""
+
+
+def test_flags_are_parsed_before_anything_heavy_is_imported():
+    """Neither the help of a command nor a wrong flag waits for JAX."""
+    loaded = set(python(PARSE.format(commands=COMMANDS)).split())
+    assert "argparse" in loaded
+    assert not {*HEAVY, "jax", "flax", "numpy", "scipy", "optax", "tqdm"} & loaded
+
+
+def test_loading_a_model_imports_what_it_needs():
+    """Neither scipy, nor calibration, nor training."""
+    code = "import sys, swiftkv_jax as skv, swiftkv_jax.demo as demo\n"
+    loaded = set(python(code + "skv.load(demo.SWIFTKV); print(*sys.modules)").split())
+    assert "swiftkv_jax.checkpoints" in loaded
+    assert not {"scipy", "swiftkv_jax.calibration", "swiftkv_jax.train", "grain"} & loaded
 
 
 def test_core_has_no_heavy_imports_at_module_level():

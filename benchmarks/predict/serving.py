@@ -18,9 +18,10 @@ import numpy as np
 
 from swiftkv_jax.cache import cache_dtype
 from swiftkv_jax.config import Config
+from swiftkv_jax.infer.bench import arguments as bench_arguments
 from swiftkv_jax.infer.bench import options as bench_options
-from swiftkv_jax.infer.bench.cells import Cell, Mode
-from swiftkv_jax.infer.bench.summary import STUDENT, TEACHER, compare, derive, variant_of
+from swiftkv_jax.infer.bench.cells import STUDENT, TEACHER, Cell, Mode
+from swiftkv_jax.infer.bench.summary import compare, derive, variant_of
 from swiftkv_jax.infer.bench.timing import Raw, measure
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import EngineOptions
@@ -156,7 +157,7 @@ def predict(device: DeviceModel, flags: str, config: Config = LLAMA_8B) -> dict[
     """What `infer bench` with these flags would write of its mode and rows, by prediction and with
     the device's rates as the roofline."""
     parser = argparse.ArgumentParser()
-    bench_options.add_flags(parser)
+    bench_arguments.add_flags(parser)
     options = bench_options.BenchOptions.from_args(parser.parse_args(shlex.split(flags)))
     engine_options, cells = bench_options.plan(options)
     raws: dict[str, list[Raw]] = {}

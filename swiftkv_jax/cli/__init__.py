@@ -1,6 +1,6 @@
 """What the commands share: exit codes, one-line errors, the log, devices and model options.
 
-Importing this is quick: nothing here imports JAX but `devices` and `model_options`, which are not
+Importing this is quick: nothing here imports JAX but `devices` and `model_loading`, which are not
 imported from here.
 """
 
@@ -18,7 +18,7 @@ from .exit import (
     run,
 )
 from .messages import as_called, configure_logging, log, log_parser, prog
-from .parser import ArgumentParser
+from .parser import ArgumentParser, closest, did_you_mean, parse_size, run_command
 
 __all__ = [
     "ArgumentParser",
@@ -30,12 +30,16 @@ __all__ = [
     "SOME_ROWS_FAILED",
     "USAGE",
     "as_called",
+    "closest",
     "configure_logging",
+    "did_you_mean",
     "end",
     "fail",
     "log",
     "log_parser",
+    "parse_size",
     "prog",
     "report",
     "run",
+    "run_command",
 ]

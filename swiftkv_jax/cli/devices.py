@@ -20,7 +20,6 @@ from ..mesh import MeshShape
 GPU_MEMORY_FRACTION = 0.95
 """Share of a GPU's memory that JAX allocates. The rest is for what JAX does not count: CUDA's
 context and libraries."""
-DEFAULT_COMPILE_CACHE = "~/.cache/swiftkv-jax/compiled"
 
 
 def setup_devices(
@@ -91,16 +90,3 @@ def enable_compilation_cache(folder: str | os.PathLike[str]) -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def parse_size(text: str) -> int:
-    """`"24g"` -> bytes; k, m, g and t are powers of 1024. Raises `UsageError`."""
-    units = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-    unit = units.get(text[-1:].lower())
-    try:
-        size = float(text if unit is None else text[:-1]) * (unit or 1)
-    except ValueError:
-        size = math.nan
-    if not 0 < size < math.inf:
-        raise UsageError(f"{text!r} is not an amount of memory, such as 24g or 512m")
-    return int(size)

@@ -3,13 +3,130 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+import difflib
+import importlib
+import math
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
-from .exit import USAGE
+from ..errors import UsageError
+from .exit import USAGE, run
+from .flags_elsewhere import advice
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """`argparse.ArgumentParser` whose errors are one line, as all errors are."""
+    """`argparse.ArgumentParser` whose errors are one line, as all errors are.
+
+    Flags may be written with underscores. One that is unknown is named, with the flag that it was
+    meant for; `elsewhere` says what other programs call the flags.
+    """
+
+    def __init__(self, *args: Any, elsewhere: Mapping[str, str] | None = None, **options: Any):
+        super().__init__(*args, **options)
+        self._elsewhere = dict(elsewhere or {})
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"error: {message} ({self.prog} --help lists the arguments)\n")
+
+    def parse_known_args(self, args=None, namespace=None, **options):  # type: ignore[override]
+        args = self._hyphenated(sys.argv[1:] if args is None else args)
+        if self._subparsers is None:  # they see their own arguments
+            self._refuse_unknown_flags(args)
+        return super().parse_known_args(args, namespace, **options)
+
+    def _hyphenated(self, args: Sequence[str]) -> list[str]:
+        """The arguments, with hyphens in the names of flags."""
+        result = list(args)
+        for number, word in enumerate(result):
+            if word == "--":
+                break
+            if found := re.match(r"--\w[\w-]*(?==|\Z)", word):
+                name = found[0].replace("_", "-")
+                if found[0] not in self._option_string_actions:
+                    result[number] = name + word[found.end() :]
+        return result
+
+    def _refuse_unknown_flags(self, args: Sequence[str]) -> None:
+        """Name the flags that there are not, before their values are taken for something else."""
+        unknown = []
+        for number, word in enumerate(args):
+            if word in ("--", "-h", "--help"):
+                break
+            if not self._is_unknown(word):
+                continue
+            name, equals, value = word.partition("=")
+            after = args[number + 1] if number + 1 < len(args) else "-"
+            unknown.append((name, value if equals else None if after[:1] == "-" else after))
+        if unknown:
+            instead = advice(self._elsewhere, unknown)
+            self.error("; ".join(map(self._describe, unknown, instead)))
+
+    def _is_unknown(self, word: str) -> bool:
+        """Whether this is spelled like a flag, and is none, nor the beginning of one."""
+        name = word.partition("=")[0]
+        known = self._option_string_actions
+        if not re.match(r"--?[A-Za-z]", word) or " " in word or word in known or name in known:
+            return False
+        if name.startswith("--"):
+            return not any(option.startswith(name) for option in known)
+        return word[:2] not in known  # -mDIR is -m DIR
+
+    def _describe(self, flag: tuple[str, str | None], instead: str | None) -> str:
+        name, value = flag
+        if instead is not None:
+            return f"{name}{'' if value is None else f' {value}'}: {instead}"
+        return f"unknown flag {name}{did_you_mean(name, self._option_string_actions)}"
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        choices = [str(choice) for choice in action.choices]
+        message = f"invalid choice: {value!r} (choose from {', '.join(map(repr, choices))})"
+        flags = (f"{flag} {value}" for flag in action.option_strings)
+        instead = next((self._elsewhere[flag] for flag in flags if flag in self._elsewhere), None)
+        message += did_you_mean(str(value), choices) if instead is None else f": {instead}"
+        raise argparse.ArgumentError(action, message)
+
+
+def closest(given: str, known: Iterable[str]) -> str | None:
+    """The one of the `known` that is most like what was `given`, None if none is like it."""
+    folded = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(given.lower(), folded, n=1, cutoff=0.7)
+    return folded[close[0]] if close else None
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """`: did you mean X?`, X being the `closest`; empty if there is none."""
+    close = closest(given, known)
+    return "" if close is None else f": did you mean {close}?"
+
+
+def run_command(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    module: str,
+    package: str,
+    function: str = "main",
+) -> int:
+    """Parse `argv`, import `module` of `package`, and call its `function` with the arguments;
+    returns the exit code.
+
+    Parsing comes first: neither help nor a wrong flag waits for JAX.
+    """
+    args = parser.parse_args(argv)
+    return run(lambda: getattr(importlib.import_module(module, package), function)(args), parser)
+
+
+def parse_size(text: str) -> int:
+    """`"24g"` -> bytes; k, m, g and t are powers of 1024. Raises `UsageError`."""
+    units = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+    unit = units.get(text[-1:].lower())
+    try:
+        size = float(text if unit is None else text[:-1]) * (unit or 1)
+    except ValueError:
+        size = math.nan
+    if not 0 < size < math.inf:
+        raise UsageError(f"{text!r} is not an amount of memory, such as 24g or 512m")
+    return int(size)

@@ -22,51 +22,12 @@ if __name__ == "__main__":
     interrupts.install()  # before the imports that take a second
 
 import argparse
-import dataclasses
-import gc
-import logging
 from pathlib import Path
-from typing import Any
 
 from .. import cli
-from ..cli.model_options import (
-    SWIFTKV_CHOICES,
-    ModelOptions,
-    add_model_arguments,
-    load_model,
-    read_model,
-)
-from ..distributed import is_main_process
-from ..errors import UsageError
-from ..infer.commands.engine_options import (
-    add_engine_arguments,
-    given_engine_options,
-    start_engine,
-)
-from ..infer.engine.engine import Engine
-from ..infer.engine.options import EngineOptions
-from ..io.files import check_absent, write_json
-from ..io.provenance import provenance
-from .comparison import Report, difference, scores, table
-from .tasks import PAPER, Tasks, TaskSet
-from .text_model import TextModel
-
-logger = logging.getLogger(__name__)
-
-MAX_MODEL_LEN = 4096
-"""As in the authors' runs; enough for every task of `PAPER`."""
-SIDES = {"teacher": "off", "student": "on"}
-"""Sides that `--swiftkv both` measures, in this order, and the value of --swiftkv for each."""
-REPORT_FIELDS = (
-    "results",
-    "groups",
-    "group_subtasks",
-    "n-shot",
-    "n-samples",
-    "versions",
-    "higher_is_better",
-)
-"""Fields of the harness's report that the output file has."""
+from ..cli import flags_elsewhere
+from ..cli.model_options import SWIFTKV_CHOICES, add_model_arguments
+from ..infer.commands.engine_options import add_engine_arguments
 
 
 def parser() -> argparse.ArgumentParser:
@@ -76,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
         description=cli.as_called(__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         conflict_handler="resolve",
+        elsewhere=flags_elsewhere.VLLM,
     )
     add = result.add_argument
     add(
@@ -161,150 +123,8 @@ def _limit(text: str) -> float:
     return limit if limit < 1 else int(limit)
 
 
-@dataclasses.dataclass(frozen=True)
-class EvalOptions:
-    """Tasks to run, and where their numbers go."""
-
-    sets: tuple[TaskSet, ...]
-    compare: bool
-    """Whether the teacher is measured too, before the student."""
-    limit: float | None
-    include_path: Path | None
-    output: Path | None
-
-    @classmethod
-    def from_args(cls, args: argparse.Namespace) -> EvalOptions:
-        """From the arguments of `parser`. Raises `UsageError`."""
-        sets = task_sets(args)
-        return cls(sets, args.swiftkv == "both", args.limit, args.include_path, args.output)
-
-
-def task_sets(args: argparse.Namespace) -> tuple[TaskSet, ...]:
-    """Tasks that the arguments name. Raises `UsageError`."""
-    own = ("tasks", "num_fewshot", "apply_chat_template", "fewshot_as_multiturn", "gen_kwargs")
-    if args.paper:
-        if given := [name for name in own if getattr(args, name) not in (None, False)]:
-            raise UsageError(
-                f"`{given[0]}` does not go with `paper`, which has settings of its own"
-            )
-        return PAPER
-    if not args.tasks:
-        raise UsageError(
-            "nothing to run: name some with `tasks`, or take the authors' with `paper`"
-        )
-    if args.num_fewshot is not None and args.num_fewshot < 0:
-        raise UsageError(f"`num_fewshot`={args.num_fewshot} must be at least 0")
-    if args.fewshot_as_multiturn and not args.apply_chat_template:
-        raise UsageError(
-            "`fewshot_as_multiturn` needs `apply_chat_template`: only conversations have turns"
-        )
-    return (
-        TaskSet(
-            args.tasks,
-            args.num_fewshot,
-            args.apply_chat_template,
-            args.fewshot_as_multiturn,
-            args.gen_kwargs,
-        ),
-    )
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run the command."""
-    options, engine_fields = EvalOptions.from_args(args), given_engine_options(args)
-    swiftkv = "auto" if options.compare else args.swiftkv
-    model_options = dataclasses.replace(ModelOptions.from_args(args), swiftkv=swiftkv)
-    EngineOptions(**engine_fields)  # mistakes end the run before tasks and weights are read
-    check_absent("`output`", options.output)
-    tasks = Tasks(options.sets, include_path=options.include_path, limit=options.limit)
-    reports = _measure(options, tasks, model_options, engine_fields)
-    if is_main_process():
-        print(table(reports))
-        if options.output:
-            settings = {"swiftkv": args.swiftkv, "limit": options.limit} | {
-                name: getattr(args, name)
-                for name in (
-                    "dtype",
-                    "quantization",
-                    "kv_cache_dtype",
-                    "max_model_len",
-                    "generated_kv",
-                    "exact_tail",
-                )
-            }
-            write_json(options.output, document(model_options.path, settings, reports))
-    return cli.OK
-
-
-def _measure(
-    options: EvalOptions, tasks: Tasks, model_options: ModelOptions, engine_fields: dict[str, Any]
-) -> dict[str, Report]:
-    """A report for each side, one after the other."""
-    sides = SIDES if options.compare else {"score": model_options.swiftkv}
-    reports: dict[str, Report] = {}
-    mesh = None
-    for name, swiftkv in sides.items():
-        side = dataclasses.replace(model_options, swiftkv=swiftkv)
-        if reports:
-            model = read_model(side, mesh)
-        else:
-            model, mesh = load_model(side)
-        if options.compare and (model.swiftkv is None or model.llama.upper_qkv is None):
-            missing = "SwiftKV weights" if model.swiftkv is None else "teacher"
-            raise UsageError(f"`swiftkv`=both: the checkpoint has no {missing}")
-        tokenizer = model.tokenizer
-        longest = min(MAX_MODEL_LEN, model.config.max_position_embeddings)
-        defaults: dict[str, Any] = {"scoring": True, "max_model_len": longest}
-        engine = start_engine(model, mesh, EngineOptions(**defaults | engine_fields), side)
-        del model  # the engine has its own copy of the layers: memory for one, not two
-        reports[name] = measure(tasks, engine, tokenizer)
-        del engine
-        gc.collect()  # the next engine needs its memory
-    return reports
-
-
-def measure(tasks: Tasks, engine: Engine, tokenizer: Any) -> Report:
-    """The harness's report of all tasks, by one engine."""
-    model = TextModel(engine, tokenizer, progress=is_main_process())
-    tasks.check(model)
-    report = tasks.run(model)
-    prefix, stats = engine.prefix_stats, engine.stats
-    logger.info(
-        f"prompts: {stats.prompt_tokens} tokens, {prefix.hits / max(prefix.queries, 1):.0%} of "
-        f"them found in the prefix cache; "
-        f"generated: {stats.new_tokens} tokens"
-    )
-    return report
-
-
-def document(model: Path, settings: dict[str, Any], reports: dict[str, Report]) -> dict[str, Any]:
-    """Content of the output file."""
-    first = next(iter(reports.values()))
-    facts = provenance() | {"lm_eval": first.get("lm_eval_version"), "model": str(model)}
-    facts |= settings
-    facts["reports"] = {
-        name: {part: report[part] for part in REPORT_FIELDS if part in report}
-        for name, report in reports.items()
-    }
-    if len(reports) == 2:
-        teacher, student = reports.values()
-        pairs = zip(scores(teacher), scores(student), strict=True)
-        facts["differences"] = [
-            {
-                "task": before.task,
-                "filter": before.filter,
-                "metric": before.metric,
-                **vars(difference(teacher, student, before, after)),
-            }
-            for before, after in pairs
-        ]
-    return facts
-
-
 def main(argv: list[str] | None = None) -> int:
-    arguments = parser()
-    args = arguments.parse_args(argv)
-    return cli.run(lambda: run(args), arguments)
+    return cli.run_command(parser(), argv, ".command", __package__ or "")
 
 
 if __name__ == "__main__":

@@ -17,34 +17,65 @@ if __name__ == "__main__":
 import argparse
 import importlib
 import sys
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from .. import cli
+from ..cli import flags_elsewhere
 
-COMMANDS = {  # the first argument -> module with `add_flags` and `main`, and what it is for
-    "generate": ("commands.complete", "prompts in, completions out (the default)"),
-    "chat": ("commands.chat", "a conversation in the terminal"),
-    "serve": ("serve.command", "an OpenAI-compatible server"),
-    "score": ("commands.score", "log-likelihoods of given text, exact"),
-    "bench": ("bench", "how fast it is, SwiftKV and its control side by side"),
-    "bench serve": ("bench.serve", "how fast a server answers"),
+
+class Command(NamedTuple):
+    """A command, and its modules in this package."""
+
+    arguments: str
+    """Has `add_flags`; its docstring is the help. Imports no JAX."""
+    module: str
+    """Has `main`."""
+    purpose: str
+    elsewhere: Mapping[str, str] = flags_elsewhere.VLLM | flags_elsewhere.TRANSFORMERS
+    """What other programs call its flags."""
+
+
+COMMANDS = {
+    "generate": Command(
+        "commands.complete_arguments",
+        "commands.complete",
+        "prompts in, completions out (the default)",
+    ),
+    "chat": Command("commands.chat_arguments", "commands.chat", "a conversation in the terminal"),
+    "serve": Command("serve.arguments", "serve.command", "an OpenAI-compatible server"),
+    "score": Command(
+        "commands.score_arguments", "commands.score", "log-likelihoods of given text, exact"
+    ),
+    "bench": Command(
+        "bench.arguments", "bench.command", "how fast it is, SwiftKV and its control side by side"
+    ),
+    "bench serve": Command(
+        "bench.serve_arguments",
+        "bench.serve",
+        "how fast a server answers",
+        flags_elsewhere.VLLM_BENCH_SERVE,
+    ),
 }
+"""By the first words of the command line."""
 
 
 def overview() -> str:
     """What `--help` without a command says."""
-    commands = "\n".join(f"    {name:13}{purpose}" for name, (_, purpose) in COMMANDS.items())
+    commands = "\n".join(f"    {name:13}{one.purpose}" for name, one in COMMANDS.items())
     return f"{cli.as_called(__doc__ or '')}\ncommands, each with its own --help:\n{commands}\n"
 
 
 def parser(command: str) -> argparse.ArgumentParser:
-    module = importlib.import_module(f".{COMMANDS[command][0]}", __package__)
+    module = importlib.import_module(f".{COMMANDS[command].arguments}", __package__)
     result = cli.ArgumentParser(
         prog=f"{cli.prog('infer')} {command}",
         description=cli.as_called(module.__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        elsewhere=COMMANDS[command].elsewhere,
     )
     module.add_flags(result)
-    result.set_defaults(main=module.main, command=command)
+    result.set_defaults(command=command)
     return result
 
 
@@ -55,14 +86,13 @@ def main(argv: list[str] | None = None) -> int:
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
         return cli.fail(
             f"{argv[0]!r} is not a command: choose from {', '.join(COMMANDS)}, or give a prompt "
-            f"with --prompt",
+            f"with --prompt{cli.did_you_mean(argv[0], COMMANDS)}",
             cli.USAGE,
         )
     words = next((n for n in (2, 1) if " ".join(argv[:n]) in COMMANDS), 0)
     command, argv = " ".join(argv[:words]) or "generate", argv[words:]
-    flags = parser(command)
-    args = flags.parse_args(argv)
-    return cli.run(lambda: args.main(args), flags)
+    module = f".{COMMANDS[command].module}"
+    return cli.run_command(parser(command), argv, module, __package__ or "")
 
 
 if __name__ == "__main__":

@@ -4,16 +4,38 @@
 Reading order: `reference` (the formula), `checks` and `ops` (arguments, choice), then one
 implementation: `xla` runs everywhere, `hopper` and `tpu` are device kernels, `cudnn` is a library,
 for prefill on other GPUs.
+
+Importing this imports neither JAX nor a kernel until one of the functions is used: the commands
+list the implementations in their help.
 """
 
-from typing import get_args
+from __future__ import annotations
 
-from .checks import check_decode, check_prefill
-from .decode_plan import DecodePlan
-from .ops import Implementation, decode_attention, plan_decode, prefill_attention, widens_pool
-from .remat import ATTENTION_OUTPUT
+import importlib
+from typing import TYPE_CHECKING, Literal, get_args
 
+if TYPE_CHECKING:
+    from typing import Any
+
+    from .checks import check_decode, check_prefill
+    from .decode_plan import DecodePlan
+    from .ops import decode_attention, plan_decode, prefill_attention, widens_pool
+    from .remat import ATTENTION_OUTPUT
+
+Implementation = Literal["xla", "hopper", "tpu", "cudnn"]
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
+
+_MODULES = {
+    "ATTENTION_OUTPUT": "remat",
+    "DecodePlan": "decode_plan",
+    "check_decode": "checks",
+    "check_prefill": "checks",
+    "decode_attention": "ops",
+    "plan_decode": "ops",
+    "prefill_attention": "ops",
+    "widens_pool": "ops",
+}
+"""The other public names, and the modules that hold them."""
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -27,3 +49,11 @@ __all__ = [
     "prefill_attention",
     "widens_pool",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+    globals()[name] = value
+    return value

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from . import cudnn
+from . import IMPLEMENTATIONS, Implementation, cudnn
 from .device import (
     HEAD_DIMS,
     cuda_runtime_version,
@@ -21,8 +21,6 @@ from .device import (
     is_nvidia,
 )
 from .tuning import tuning_for
-
-Implementation = Literal["xla", "hopper", "tpu", "cudnn"]
 
 
 def widens_pool(
@@ -75,10 +73,10 @@ def choose_implementation(
         if name is None or (name, op) == ("cudnn", "decode"):
             return "xla"
         return "xla" if _unsupported_reason(name, *operands) else name
-    if implementation not in get_args(Implementation):
+    if implementation not in IMPLEMENTATIONS:
         raise NotImplementedError(
             f"{implementation=} is not available; available: "
-            f"{', '.join(map(repr, get_args(Implementation)))}"
+            f"{', '.join(map(repr, IMPLEMENTATIONS))}"
         )
     _check_tuning("tuning", tuning, implementation, op)
     _check_tuning("backward_tuning", backward_tuning, implementation, "backward")

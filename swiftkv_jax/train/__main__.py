@@ -25,20 +25,16 @@ if __name__ == "__main__":
     interrupts.install()  # before the imports that take a second
 
 import argparse
-import importlib
 import signal
 import sys
 
 from .. import cli
-from ..cli.devices import join_and_emulate, refuse_x64
+from ..cli import flags_elsewhere
 from ..errors import UsageError
-from ..mesh import parse_mesh
-from .arguments import PROCESS_ARGUMENTS, add_training_arguments, make_recipe
-from .metrics import parse_report_to
+from ..mesh_shape import parse_mesh
+from . import subcommands
+from .arguments import NOT_IN_RECIPE, add_training_arguments, make_recipe
 from .recipe import DEMO, RECIPES, Recipe
-
-# Arguments that are no fields of `Recipe`.
-_NOT_IN_RECIPE = "recipe", "dry_run", "topology", *PROCESS_ARGUMENTS
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
         prog=cli.prog("train"),
         description=cli.as_called(__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        elsewhere=flags_elsewhere.TRAINER,
     )
     add_training_arguments(result)
     return result
@@ -57,30 +54,29 @@ def recipe_from(args: argparse.Namespace) -> Recipe:
     given = RECIPES.get(args.recipe, {}) | {
         name: value
         for name, value in vars(args).items()
-        if value is not None and name not in _NOT_IN_RECIPE
+        if value is not None and name not in NOT_IN_RECIPE
     }
     given["mesh"] = parse_mesh(args.mesh)
     if args.data is not None:
         given["data"] = tuple(args.data)
     if args.report_to is not None:
+        from .metrics import parse_report_to
+
         given["report_to"] = parse_report_to(args.report_to)
     return make_recipe(args, given, demo=DEMO, command="a run")
 
 
-_COMMANDS = {  # first argument: module and function
-    "analyze": ("analyze", "main"),
-    "calibrate": ("calibrate", "main"),
-    "prepare": ("data.commands", "prepare_main"),
-    "show": ("data.commands", "show_main"),
-    "report": ("report", "main"),
-}
-
-
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    if argv and argv[0] in _COMMANDS:
-        module, function = _COMMANDS[argv[0]]
-        return getattr(importlib.import_module(f".{module}", __package__), function)(argv[1:])
+    if argv and argv[0] in subcommands.SUBCOMMANDS:
+        return subcommands.main(argv[0], argv[1:])
+    if argv and not argv[0].startswith("-"):
+        known = subcommands.SUBCOMMANDS
+        return cli.fail(
+            f"{argv[0]!r} is not a command: choose from {', '.join(known)}, or give flags alone "
+            f"to train{cli.did_you_mean(argv[0], known)}",
+            cli.USAGE,
+        )
     flags = parser()
     args = flags.parse_args(argv)
 
@@ -92,6 +88,8 @@ def main(argv: list[str] | None = None) -> int:
             from . import plan
 
             return plan.main(recipe, args.topology)
+        from ..cli.devices import join_and_emulate, refuse_x64
+
         refuse_x64()
         join_and_emulate(recipe.mesh, args.coordinator_address, args.num_processes, args.process_id)
         from . import loop  # after the devices are set up: Orbax and Grain look at them

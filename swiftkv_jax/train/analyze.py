@@ -1,13 +1,4 @@
-"""`python -m swiftkv_jax.train analyze`: the distance of each SwiftKV cut from the model before any
-distillation.
-
-For a choice of K (layers that keep their own keys and values) and g (layers that share one
-projection) it shows the student's distance from the teacher on a text, and what the cut saves. The
-student is the one that training starts from: in closed form, fitted to text that it is not measured
-on. With no --model it analyses the demo model. Example:
-
-    python -m swiftkv_jax.train analyze --model llama-3.1-8b-instruct --data chat.jsonl
-"""
+"""The command `train analyze`: the distance of each cut from the model before any distillation."""
 
 from __future__ import annotations
 
@@ -15,7 +6,7 @@ import argparse
 import dataclasses
 import logging
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,85 +23,17 @@ from ..io.plotting import matplotlib_missing
 from ..kernel_check import checked_implementation, forward_configs
 from ..mesh import MeshShape, dp_size, make_mesh, parse_mesh
 from ..sharding import batch_sharding
-from .arguments import add_dtype
 from .data.batches import batches_of
 from .data.excerpts import read_excerpts
 from .far_tokens import FAR_NATS, MAX_FAR_LOSS
 from .plots import draw_analysis
-from .recipe import DEMO, Init, Recipe, check_calibration_tokens
-from .start import TOKENS_PER_DIMENSION
+from .recipe import DEMO, TOKENS_PER_DIMENSION, Init, check_calibration_tokens
 from .sweep import Analysis, CutResult, analyze_cuts, possible_cuts
 
 logger = logging.getLogger(__name__)
 
 STATES_BYTES = 2**31
 """Bytes of one batch's hidden states at all layers, on one device: the rows of a batch follow."""
-
-
-def parser() -> argparse.ArgumentParser:
-    result = cli.ArgumentParser(
-        prog=cli.prog("train analyze"),
-        description=cli.as_called(__doc__ or ""),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    flag = result.add_argument
-    flag("--model", help="checkpoint to analyse, Hugging Face or Orbax (default: the demo model)")
-    flag(
-        "--data",
-        action="append",
-        help="text, in the forms of training data; repeat to add more (demo: stdlib)",
-    )
-    flag(
-        "--cuts",
-        default="25,37.5,50,62.5,75",
-        help="layers that keep their own keys and values, in percent, or `all` (default: "
-        "%(default)s)",
-    )
-    flag(
-        "--groups",
-        default="1,2,4",
-        help="upper layers that share one key/value cache, where they divide evenly (default: "
-        "%(default)s)",
-    )
-    flag(
-        "--init",
-        choices=get_args(Init),
-        default=Recipe.init,
-        help="start of the students, as in training (default: %(default)s)",
-    )
-    flag(
-        "--calibration-tokens",
-        type=int,
-        metavar="N",
-        help="tokens for --init closed-form, as far as the text goes (default: "
-        f"{TOKENS_PER_DIMENSION} per entry of the hidden state)",
-    )
-    flag(
-        "--rows",
-        type=int,
-        default=16,
-        help="packed rows of text to measure on (default: %(default)s)",
-    )
-    flag("--max-length", type=int, default=512, help="tokens in a row (default: %(default)s)")
-    flag(
-        "--prompt-length",
-        type=int,
-        help="length of the prompt for which prefill FLOPs are counted (default: 8192, "
-        "or what the model has "
-        "positions for)",
-    )
-    flag(
-        "--mesh",
-        default="1x1",
-        help="devices, as in training: DATAxMODEL or named axes (default: %(default)s)",
-    )
-    add_dtype(result)
-    flag(
-        "--output-dir",
-        type=Path,
-        help="where analysis.json and analysis.png go (default: runs/analyze-MODEL)",
-    )
-    return result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,15 +73,10 @@ class SweepSettings:
     folder: Path
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = parser()
-    args = arguments.parse_args(argv)
-
-    def command() -> int:
-        fields = vars(args) | {"mesh": parse_mesh(args.mesh), "data": tuple(args.data or ())}
-        return analyze(AnalyzeOptions(**fields))
-
-    return cli.run(command, parser=arguments)
+def main(args: argparse.Namespace) -> int:
+    fields = {name: getattr(args, name) for name in AnalyzeOptions.__dataclass_fields__}
+    fields |= {"mesh": parse_mesh(args.mesh), "data": tuple(args.data or ())}
+    return analyze(AnalyzeOptions(**fields))
 
 
 def analyze(options: AnalyzeOptions) -> int:
@@ -365,7 +283,3 @@ def write(folder: Path, analysis: Analysis, settings: dict[str, Any]) -> None:
     else:
         draw_analysis(analysis, folder / "analysis.png")
     logger.info("written to %s", folder)
-
-
-if __name__ == "__main__":
-    cli.end(main())

@@ -12,12 +12,13 @@ from ..config import GENERATED_KV
 from ..errors import UsageError
 from ..pallas_kernels import IMPLEMENTATIONS
 from ..presets import PRESETS
-from .data.packing import LossMask, Padding
-from .distill import HiddenLoss, LossAverage
+from .objective import HiddenLoss, LossAverage, LossMask, Padding
 from .recipe import DEMO, RECIPES, Init, Recipe
 
 PROCESS_ARGUMENTS = "coordinator_address", "num_processes", "process_id"
-"""Names of what `add_process_arguments` adds; they are no fields of `Recipe`."""
+"""Names of what `add_process_arguments` adds."""
+NOT_IN_RECIPE = "recipe", "dry_run", "topology", "keep_delta", *PROCESS_ARGUMENTS
+"""Names of arguments that are no fields of `Recipe`."""
 
 
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:

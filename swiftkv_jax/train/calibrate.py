@@ -1,18 +1,4 @@
-"""`python -m swiftkv_jax.train calibrate`: a SwiftKV model in closed form, without training.
-
-One pass of the teacher over some text, then least squares: the upper layers' keys and values from
-the hidden state that enters the first of them, and for layers that share a cache the best basis for
-both. Seconds for small models; `--dry-run` counts the operations of larger ones. Prints how well
-each layer follows and the distance from the teacher on held-out text, beside that of a copy of the
-teacher's projections. With no --model it calibrates the demo model. Example:
-
-    python -m swiftkv_jax.train calibrate --model llama-3.1-8b-instruct --data chat.jsonl \\
-        --eval-data held-out.jsonl --output-dir llama-3.1-8b-calibrated
-
-OUTPUT_DIR/model can be served, and distilled further by `train --model OUTPUT_DIR/model`. With
---keep-delta nothing is fitted: the model keeps its trained delta, and only its queries for shared
-caches are scaled, for generated tokens that keep per-layer keys and values.
-"""
+"""The command `train calibrate`: a SwiftKV model in closed form, without training."""
 
 from __future__ import annotations
 
@@ -34,7 +20,6 @@ from ..checkpoints import open_any, save_hf
 from ..checkpoints.source import Source
 from ..checkpoints.training_run import CALIBRATION, EXPORT
 from ..cli.devices import join_and_emulate, refuse_x64
-from ..cli.model_options import add_process_arguments
 from ..config import Config
 from ..distributed import check_all_take_part, is_main_process
 from ..errors import UsageError
@@ -43,14 +28,7 @@ from ..kernel_check import checked_implementation, forward_configs
 from ..mesh import MeshShape, make_mesh, parse_mesh
 from ..model import Model
 from ..stacks import cast
-from .arguments import (
-    PROCESS_ARGUMENTS,
-    add_cut,
-    add_dtype,
-    add_max_length,
-    add_max_unreadable_share,
-    make_recipe,
-)
+from .arguments import NOT_IN_RECIPE, PROCESS_ARGUMENTS, make_recipe
 from .data.loader import DatasetMixture
 from .evaluation import ShuffledBatches, far_loss, load_held_out, sums, warn_of_far_loss
 from .far_tokens import FAR_NATS
@@ -74,84 +52,24 @@ logger = logging.getLogger(__name__)
 HELD_OUT = "held-out text"
 LEFT = "the data, in rows that were not fitted to"
 """What a table was measured on."""
-# Arguments that are no fields of `Recipe`.
-_NOT_IN_RECIPE = "dry_run", "topology", "keep_delta", *PROCESS_ARGUMENTS
 
 
-def parser() -> argparse.ArgumentParser:
-    result = cli.ArgumentParser(
-        prog=cli.prog("train calibrate"),
-        description=cli.as_called(__doc__ or ""),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    flag = result.add_argument
-    flag("--model", help="checkpoint, Hugging Face or Orbax (default: the demo model)")
-    flag(
-        "--data",
-        action="append",
-        metavar="PATH[:WEIGHT]",
-        help="text, in the forms of training data; repeat to mix (demo: stdlib)",
-    )
-    flag(
-        "--eval-data",
-        metavar="PATH",
-        help="held-out text to measure on (default: rows of "
-        "--data that are not fitted to; demo: stdlib's)",
-    )
-    flag("--output-dir", type=Path, help="model, record and prepared data (demo: runs/calibrate)")
-    add_cut(result, "fit to, measure with and export")
-    flag(
-        "--keep-delta",
-        action="store_true",
-        help="with --generated-kv own, for a trained model whose layers share caches: keep its "
-        "delta, and scale its queries",
-    )
-    flag(
-        "--calibration-tokens",
-        type=int,
-        metavar="N",
-        help="(default: 256 per entry of the hidden state)",
-    )
-    add_max_length(result)
-    add_max_unreadable_share(result)
-    flag("--batch-size", type=int, help=f"rows at a time (default: {Recipe.batch_size})")
-    flag("--eval-batches", type=int, help=f"of --eval-data (default: {Recipe.eval_batches})")
-    flag("--seed", type=int, help="seed of the order of the data (default: 0)")
-    flag("--mesh", default="1x1", metavar="DATAxMODEL", help="as in training (default: 1x1)")
-    add_dtype(result)
-    add_process_arguments(result)
-    flag(
-        "--dry-run",
-        action="store_true",
-        help="print tokens, memory of the devices and of the host, and operations, from "
-        "config.json alone; --model may then be the name of a shape, such as llama-3.1-8b",
-    )
-    flag("--topology", metavar="NAME", help="with --dry-run: compile for h200:1, v5p:2x2x1, ...")
-    return result
+def main(args: argparse.Namespace) -> int:
+    recipe = recipe_from(args)
+    if args.topology and not args.dry_run:
+        raise UsageError("`topology` goes with `dry_run`: a run uses the devices that are here")
+    if args.keep_delta and args.dry_run:
+        raise UsageError("`dry_run`: there is none of `keep_delta`, which fits nothing")
+    if args.keep_delta and args.calibration_tokens is not None:
+        raise UsageError("`calibration_tokens`: `keep_delta` fits nothing to them")
+    if args.dry_run:
+        from . import calibration_plan
 
-
-def main(argv: list[str] | None = None) -> int:
-    arguments = parser()
-    args = arguments.parse_args(argv)
-
-    def command() -> int:
-        recipe = recipe_from(args)
-        if args.topology and not args.dry_run:
-            raise UsageError("`topology` goes with `dry_run`: a run uses the devices that are here")
-        if args.keep_delta and args.dry_run:
-            raise UsageError("`dry_run`: there is none of `keep_delta`, which fits nothing")
-        if args.keep_delta and args.calibration_tokens is not None:
-            raise UsageError("`calibration_tokens`: `keep_delta` fits nothing to them")
-        if args.dry_run:
-            from . import calibration_plan
-
-            return calibration_plan.main(recipe, args.topology)
-        refuse_x64()
-        join_and_emulate(recipe.mesh, *(getattr(args, name) for name in PROCESS_ARGUMENTS))
-        run(recipe, keep_delta=args.keep_delta)
-        return cli.OK
-
-    return cli.run(command, arguments)
+        return calibration_plan.main(recipe, args.topology)
+    refuse_x64()
+    join_and_emulate(recipe.mesh, *(getattr(args, name) for name in PROCESS_ARGUMENTS))
+    run(recipe, keep_delta=args.keep_delta)
+    return cli.OK
 
 
 def recipe_from(args: argparse.Namespace) -> Recipe:
@@ -159,7 +77,7 @@ def recipe_from(args: argparse.Namespace) -> Recipe:
     given: dict[str, Any] = {
         name: value
         for name, value in vars(args).items()
-        if value is not None and name not in _NOT_IN_RECIPE
+        if value is not None and name not in NOT_IN_RECIPE
     }
     given["mesh"] = parse_mesh(args.mesh)
     if args.data is not None:

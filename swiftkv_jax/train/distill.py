@@ -8,9 +8,8 @@ of long rows times a large vocabulary.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,50 +32,10 @@ from ..transformer import (
     run_upper_layers_teacher,
 )
 from .divergence import Divergence, divergence_and_gradient
+from .objective import AUTHORS, LossAverage, Objective
 
 LOGITS_PER_CHUNK = 2**26
 """Largest number of logits in a chunk on one device, 256 MiB in float32; see `chunk_length`."""
-LossAverage = Literal["targets", "positions"]
-"""What the summed KL divergence is divided by: the predictions that count (the sum of `loss_mask`),
-or all positions that hold a token, as in the authors' trainer. Padding counts in neither."""
-
-HiddenLoss = Literal["relative", "absolute"]
-"""Mean squared difference of the hidden states: for each token relative to the teacher's mean
-square, or absolute, as in the authors' trainer."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Objective:
-    """What the loss consists of. The defaults are the authors' (ArcticTraining
-    `projects/swiftkv/train.py`), `average` excepted; those of a run are `recipe.Recipe`'s."""
-
-    temperature: float = 2.0
-    """Temperature of both softmaxes; the divergence is multiplied by its square."""
-    divergence: Divergence = "forward"
-    top_k: int | None = None
-    """Number of the teacher's likeliest tokens that are compared, with both distributions
-    renormalised over them; None compares all."""
-    hidden_weight: float = 1.0
-    """Weight of the hidden-state error in the loss."""
-    hidden_layer: int = -2
-    """Hidden state that is compared, counted as Hugging Face does: 0 is the embedding, j the input
-    of layer j, L (or -1) the output of the final norm; -2 is the input of the last layer."""
-    average: LossAverage = "targets"
-    hidden: HiddenLoss = "absolute"
-
-    def layer_index(self, num_layers: int) -> int:
-        """`hidden_layer` counted from 0. Raises `ValueError` if it is out of range or `temperature`
-        is not positive."""
-        if not self.temperature > 0:
-            raise ValueError(f"temperature={self.temperature} must be above 0")
-        if not -num_layers - 1 <= self.hidden_layer <= num_layers:
-            raise ValueError(
-                f"hidden_layer={self.hidden_layer} must be from {-num_layers - 1} to {num_layers}"
-            )
-        return self.hidden_layer % (num_layers + 1)
-
-
-AUTHORS = Objective()
 
 
 @struct.dataclass

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-Divergence = Literal["forward", "reverse", "jsd"]
-"""forward is KL(teacher || student), reverse KL(student || teacher), jsd the mean of both to their
-mixture (Lin, "Divergence measures based on the Shannon entropy", 1991)."""
+from .objective import Divergence
 
 _LEFT_OUT = -1e30  # finite: the difference of two of them is 0, not NaN
 

@@ -5,19 +5,26 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from .. import demo
 from ..config import GeneratedKV
 from ..errors import UsageError
-from ..mesh import MeshShape
+from ..mesh_shape import MeshShape
 from ..pallas_kernels import Implementation
-from ..transformer import Remat
-from .data.packing import LossMask, Padding
 from .data.sources import STDLIB
-from .distill import AUTHORS, HiddenLoss, LossAverage, Objective
-from .divergence import Divergence
-from .profiling import parse_steps
+from .objective import (
+    AUTHORS,
+    Divergence,
+    HiddenLoss,
+    LossAverage,
+    LossMask,
+    Objective,
+    Padding,
+)
+
+if TYPE_CHECKING:
+    from ..transformer import Remat
 
 Init = Literal["closed-form", "leader", "authors"]
 """The start of a fresh delta; see `initialization.Start` for the last two."""
@@ -26,6 +33,9 @@ Schedule = Literal["linear", "cosine", "constant"]
 Resume = Literal["auto", "must", "never"] | int
 """auto: continue if there is a checkpoint; must: refuse to start without one; never: refuse to
 start over one; a number: continue from exactly that step."""
+
+TOKENS_PER_DIMENSION = 256
+"""Calibration tokens per entry of the hidden state, by default."""
 
 _AT_LEAST_ONE = (
     "num_key_value_layers",
@@ -161,6 +171,8 @@ class Recipe:
         self._check_batch()
         self._check_evaluation()
         if self.profile_steps is not None:
+            from .profiling import parse_steps
+
             parse_steps(self.profile_steps)
 
     def _check_batch(self) -> None:

@@ -6,6 +6,7 @@ and `recipe.json` alone.
 
 from __future__ import annotations
 
+import argparse
 import html
 import logging
 import statistics
@@ -77,21 +78,9 @@ svg {{ width: 100%; height: auto; }}
 """
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = cli.ArgumentParser(
-        prog=cli.prog("train report"),
-        description=f"Write {REPORT} into the folder of a run.",
-    )
-    parser.add_argument(
-        "folder", metavar="RUN", type=Path, help="the --output-dir of a run, finished or not"
-    )
-    folder = parser.parse_args(argv).folder
-
-    def command() -> int:
-        write_report(folder)
-        return cli.OK
-
-    return cli.run(command, parser=parser)
+def main(args: argparse.Namespace) -> int:
+    write_report(args.folder)
+    return cli.OK
 
 
 def write_report(folder: Path) -> None:

@@ -26,14 +26,12 @@ from ..model import Model
 from ..sharding import batch_sharding, swiftkv_shardings
 from .batch_sharder import BatchSharder
 from .data.loader import DatasetMixture, ShuffledBatches, batches
-from .recipe import Recipe
+from .recipe import TOKENS_PER_DIMENSION, Recipe
 
 logger = logging.getLogger(__name__)
 
 START = "start.json"
 """The record of a run's initial delta, in its output folder."""
-TOKENS_PER_DIMENSION = 256
-"""Calibration tokens per entry of the hidden state, by default."""
 FITTED_PER_MEASURED = 8
 """Rows that are fitted to for each that is measured, where there is no held-out text."""
 

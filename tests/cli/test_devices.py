@@ -8,9 +8,9 @@ from pathlib import Path
 import jax
 import pytest
 
+from swiftkv_jax.cli import parse_size
 from swiftkv_jax.cli.devices import (
     enable_compilation_cache,
-    parse_size,
     refuse_x64,
     set_gpu_memory_fraction,
     setup_devices,

@@ -9,7 +9,8 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax import demo
-from swiftkv_jax.cli.model_options import ModelOptions, add_model_arguments, load_model, read_model
+from swiftkv_jax.cli.model_loading import load_model, read_model
+from swiftkv_jax.cli.model_options import ModelOptions, add_model_arguments
 from swiftkv_jax.errors import CheckpointError, UsageError
 from swiftkv_jax.mesh import MeshShape
 
@@ -75,6 +76,12 @@ def test_a_model_is_loaded_and_described(caplog):
     with caplog.at_level(logging.INFO, "swiftkv_jax"):
         read_model(ModelOptions(STUDENT, swiftkv="off"), None)
     assert "teacher, 8 layers" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dtype_auto_is_that_of_the_checkpoint(dtype, tmp_path):
+    skv.save_hf(skv.load(STUDENT, dtype=dtype), tmp_path / "model")
+    assert read_model(ModelOptions(tmp_path / "model", dtype="auto"), None).dtype == dtype
 
 
 def test_a_model_that_cannot_run_as_asked(tmp_path):

@@ -33,7 +33,7 @@ def test_the_version(capsys):
         (
             ["serfe"],
             "'serfe' is not a command: "
-            "choose from infer, serve, train, convert, eval, check-kernels",
+            "choose from infer, serve, train, convert, eval, check-kernels: did you mean serve?",
         ),
         ([], "a command is missing: choose from infer, serve, train, convert, eval, check-kernels"),
     ],

@@ -10,7 +10,6 @@ from safetensors.numpy import load_file, save_file
 
 import swiftkv_jax as skv
 from swiftkv_jax.train.__main__ import main
-from swiftkv_jax.train.analyze import main as analyze
 from tests.infer.serve.process import SMALL, serving
 
 from . import models
@@ -97,7 +96,7 @@ def test_plans_and_analysis(teacher, tmp_path, capsys):
     flags = ["--rows", "2", "--max-length", "64", "--cuts", "50", "--groups", "1,3"]
     output = tmp_path / "analysis"
     args = ["--model", str(path), "--data", str(data), *flags, "--output-dir", str(output)]
-    assert analyze(args) == 0
+    assert main(["analyze", *args]) == 0
     found = json.loads((output / "analysis.json").read_text())["cuts"]
     assert [(cut["num_key_value_layers"], cut["key_value_group_size"]) for cut in found] == [(3, 1)]
     assert np.isfinite(found[0]["kl"])

@@ -25,12 +25,12 @@ from swiftkv_jax.kernel_check import (
     KernelCheck,
     KernelConfig,
     checked_implementation,
+    configurations,
     processes,
     serving_configs,
     training_configs,
 )
 from swiftkv_jax.kernel_check.comparison import compare
-from swiftkv_jax.kernel_check.configurations import standard_configs
 from swiftkv_jax.kernel_check.verdicts import DeviceVersion, Verdict, VerdictFile
 from swiftkv_jax.mesh import make_mesh
 from tests import tiny
@@ -298,7 +298,7 @@ def test_the_standard_set_is_right_by_xla():
     """One of each op and format, with smaller pages: the operands and the reference fit
     together."""
     for implementation, least in (("cudnn", 20), ("tpu", 50), ("hopper", 50)):
-        configs = standard_configs(implementation)
+        configs = configurations.standard_configs(implementation)
         assert len(set(configs)) == len(configs) > least
     kinds = {(c.op, c.cache_dtype, c.windowed, c.parts): c for c in configs if c.dtype != "float16"}
     assert len(kinds) == 21
@@ -363,7 +363,7 @@ def test_the_engine_goes_on_with_xla(mode, tmp_path, warnings):
 
 def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys, monkeypatch):
     configs = [DECODE, PREFILL, dataclasses.replace(DECODE, cache_dtype="int8")]
-    monkeypatch.setattr(check_kernels, "standard_configs", lambda implementation: configs)
+    monkeypatch.setattr(configurations, "standard_configs", lambda implementation: configs)
     write([DECODE], tmp_path, "right")  # checked all the same
     path = tmp_path / "out.json"
     assert check_kernels.main(["--json", str(path)], stand_in("crashes", tmp_path)) == 1
@@ -389,7 +389,7 @@ def test_the_command_checks_what_a_model_needs(tmp_path, capsys, monkeypatch):
     skv.save_hf(model(), tmp_path / "model")
     seen: list[KernelConfig] = []
     monkeypatch.setattr(
-        check_kernels,
+        processes,
         "check_in_children",
         lambda configs, *_, **__: [
             seen.append(one) or (one, Verdict("right", difference=0.0)) for one in configs

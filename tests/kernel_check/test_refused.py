@@ -6,7 +6,7 @@ import types
 import pytest
 
 from swiftkv_jax import check_kernels, kernel_check
-from swiftkv_jax.kernel_check import KernelCheck, checked_implementation
+from swiftkv_jax.kernel_check import KernelCheck, checked_implementation, configurations
 from swiftkv_jax.pallas_kernels import device
 
 
@@ -30,7 +30,7 @@ def test_the_library_warns(refused, caplog, monkeypatch):
 
 
 def test_the_command_says_so(refused, capsys, monkeypatch):
-    monkeypatch.setattr(check_kernels, "standard_configs", lambda kernels: [])
+    monkeypatch.setattr(configurations, "standard_configs", lambda kernels: [])
     assert check_kernels.main([], KernelCheck(device=H100())) == 0
     first, title, *_ = capsys.readouterr().out.splitlines()
     assert first.startswith("without the hopper kernels") and title.startswith("cudnn kernels on")

@@ -22,6 +22,7 @@ from swiftkv_jax.params import Llama, SwiftKV
 from swiftkv_jax.sharding import batch_sharding, llama_shardings
 from swiftkv_jax.stacks import split_layers
 from swiftkv_jax.train import analyze, cut_kv, far_tokens, sweep
+from swiftkv_jax.train.__main__ import main
 from swiftkv_jax.train.cut_kv import plan_passes
 from swiftkv_jax.train.distill import Objective, distill_sums
 from swiftkv_jax.train.far_tokens import only_far
@@ -284,7 +285,7 @@ def run_command(folder: Path, text: str, *flags: str) -> dict[str, Any]:
     """`analysis.json` of a run on one document."""
     (folder / "code.txt").write_text(text)
     data = ["--data", str(folder / "code.txt"), "--output-dir", str(folder / "out")]
-    assert analyze.main([*data, *FLAGS, *flags]) == 0
+    assert main(["analyze", *data, *FLAGS, *flags]) == 0
     return json.loads((folder / "out" / "analysis.json").read_text())
 
 
@@ -350,7 +351,7 @@ def test_few_tokens_to_calibrate_on_are_warned_of(tmp_path, log):
 def test_without_text_to_calibrate_on_there_is_one_line(tmp_path, capsys):
     (tmp_path / "code.txt").write_text(FUNCTION)
     data = ["--data", str(tmp_path / "code.txt"), "--output-dir", str(tmp_path / "out")]
-    assert analyze.main([*data, *FLAGS]) == 1
+    assert main(["analyze", *data, *FLAGS]) == 1
     error = capsys.readouterr().err.splitlines()
     assert len(error) == 1 and "no text is left beside the rows that are measured" in error[0]
     assert "--rows" in error[0] and "--init" in error[0]
@@ -394,6 +395,6 @@ BAD_FLAGS = {
 @pytest.mark.parametrize("case", BAD_FLAGS)
 def test_bad_flags_are_one_line(case, tmp_path, capsys):
     flags, message = BAD_FLAGS[case]
-    assert analyze.main([*flags.split(), "--output-dir", str(tmp_path)]) == 2
+    assert main(["analyze", *flags.split(), "--output-dir", str(tmp_path)]) == 2
     error = capsys.readouterr().err.splitlines()
     assert len(error) == 1 and error[0].startswith("error: ") and message in error[0]

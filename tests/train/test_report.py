@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from swiftkv_jax.train import report
+from swiftkv_jax.train.__main__ import main
 from swiftkv_jax.train.metrics import METRICS
 
 RECIPE = {
@@ -67,7 +68,7 @@ FINISHED = [evaluation(0, 12.0), step_row(20), step_row(40), evaluation(40, 10.5
 def page(folder: Path, rows: list[dict], recipe: dict = RECIPE) -> str:
     (folder / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "recipe.json").write_text(json.dumps(recipe))
-    assert report.main([str(folder)]) == 0
+    assert main(["report", str(folder)]) == 0
     return (folder / "report.html").read_text(encoding="utf-8")
 
 
@@ -184,7 +185,7 @@ def test_a_damaged_recipe_is_named(recipe, message, tmp_path, capsys):
     page(tmp_path, FINISHED)
     (tmp_path / "recipe.json").write_text(recipe)
     capsys.readouterr()
-    assert report.main([str(tmp_path)]) == 4
+    assert main(["report", str(tmp_path)]) == 4
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {tmp_path / 'recipe.json'}: ") and message in line
 
@@ -193,7 +194,7 @@ def test_lines_of_metrics_that_are_no_text_are_left_out(tmp_path):
     page(tmp_path, FINISHED)
     with (tmp_path / METRICS).open("ab") as file:
         file.write(b"\xff\xfe\n")
-    assert report.main([str(tmp_path)]) == 0
+    assert main(["report", str(tmp_path)]) == 0
 
 
 @pytest.mark.parametrize(
@@ -204,6 +205,6 @@ def test_folders_without_a_run(content, message, tmp_path, capsys):
     if content is not None:
         (tmp_path / "recipe.json").write_text("{}")
         (tmp_path / METRICS).write_text(content)
-    assert report.main([str(tmp_path)]) == 2
+    assert main(["report", str(tmp_path)]) == 2
     error = capsys.readouterr().err.splitlines()
     assert len(error) == 1 and message in error[0]

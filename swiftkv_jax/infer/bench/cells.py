@@ -9,10 +9,10 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-import numpy as np
-
 from ...errors import UsageError
 
+STUDENT, TEACHER = "swiftkv", "teacher"
+"""Names of the variants."""
 Mode = Literal["prefill", "decode", "offline", "latency"]
 MODES: tuple[Mode, ...] = ("prefill", "decode", "offline", "latency")
 QUEUED: tuple[Mode, ...] = ("offline", "latency")
@@ -98,5 +98,7 @@ def arrival_times(count: int, rate: float, seed: int, *, burstiness: float = 1.0
     """Times of `count` requests in seconds, ascending; `rate` a second on average, infinite is all
     at once. Their distances have a gamma distribution of shape `burstiness`; 1 is a Poisson
     process."""
+    import numpy as np  # the arguments of the command are parsed without it
+
     rng = np.random.default_rng([seed, 1])
     return np.cumsum(rng.gamma(burstiness, 1 / (rate * burstiness), count)).tolist()

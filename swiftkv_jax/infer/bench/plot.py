@@ -9,8 +9,7 @@ from typing import Any
 
 from ...errors import UsageError
 from ...io.plotting import COLORS, figure, matplotlib_missing
-from .cells import Mode
-from .summary import STUDENT, TEACHER
+from .cells import STUDENT, TEACHER, Mode
 
 # Panels of each mode: title, key, factor, and the share of the roofline that limits it, if one
 # does.

@@ -33,12 +33,11 @@ from ...params import llama_shapes
 from ...roofline import Roofline
 from ..runner.shapes import Shapes
 from ..runner.weights import Weights, num_bytes, served_config
-from .cells import Cell, Mode
+from .cells import STUDENT, Cell, Mode
 from .timing import Raw
 
 PERCENTILES = (50, 90, 99)
 TIMES = ("ttft", "tpot", "itl", "e2e")
-STUDENT, TEACHER = "swiftkv", "teacher"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from ...cache import cache_dtype
 from ...checkpoints.auxiliary import read_auxiliary_files
 from ...cli.devices import setup_devices
-from ...cli.model_options import load_model, read_model
+from ...cli.model_loading import load_model, read_model
 from ...config import Config
 from ...cut import choose_cut, choose_generated_kv
 from ...errors import OutOfMemoryError, UsageError
@@ -33,10 +33,9 @@ from ..runner.layout import Layout
 from ..runner.memory import host_memory, memory_limit
 from ..runner.model_runner import ModelRunner
 from ..runner.weights import num_bytes, served_config, weight_shapes
-from .cells import QUEUED, Cell, Mode, num_pages
+from .cells import QUEUED, STUDENT, TEACHER, Cell, Mode, num_pages
 from .dummy import dummy_model
 from .options import BenchOptions
-from .summary import STUDENT, TEACHER
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +84,10 @@ def _dummy_source(options: BenchOptions) -> Source:
     if STUDENT in options.variants:
         config = choose_cut(config, options.num_key_value_layers, options.key_value_group_size)
     config = _with_generated_kv(options, config)
-    dtype, scheme = jnp.dtype(model.dtype or default_dtype()), None
+    dtype, scheme = (
+        jnp.dtype(default_dtype() if model.dtype in (None, "auto") else model.dtype),
+        None,
+    )
     if model.quantization not in (None, "none"):
         scheme = scheme_for(cast(Format, model.quantization), jax.devices()[0].device_kind)
 

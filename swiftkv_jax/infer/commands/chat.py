@@ -1,14 +1,4 @@
-"""`python -m swiftkv_jax.infer chat`: a conversation in the terminal.
-
-The conversation so far stays in the KV cache, so each turn prefills only what is new. Ctrl-C stops
-a reply and keeps what there is of it; at the prompt it ends the session. Lines that begin with /
-are commands; //text sends /text:
-
-    /reset        forget the conversation          /stats        of the last reply
-    /undo         forget the last line and reply   /save FILE    the conversation as JSON
-    /system TEXT  set the first message            /save! FILE   the same, replacing a file
-    /exit         end the session                  /load FILE    go on with one that was saved
-"""
+"""The command `chat`: a conversation in the terminal."""
 
 from __future__ import annotations
 
@@ -25,7 +15,8 @@ from typing import Any
 import jax
 
 from ...cli import OK
-from ...cli.model_options import ModelOptions, add_model_arguments, load_model
+from ...cli.model_loading import load_model
+from ...cli.model_options import ModelOptions
 from ...errors import DataError, UsageError
 from ...io.files import write_json
 from ...io.jsonl import parse_object
@@ -34,22 +25,15 @@ from ..engine.options import EngineOptions
 from ..engine.requests import Request, RequestOutput
 from ..engine.sampling_params import SamplingParams
 from ..text import TextStream, encode_chat
-from .engine_options import add_engine_arguments, given_engine_options, start_engine
-from .sampling_options import add_sampling_arguments, given_sampling_params, sampling_params
+from .chat_arguments import LINES
+from .engine_options import given_engine_options
+from .sampling_options import given_sampling_params, sampling_params
+from .start import start_engine
 
 logger = logging.getLogger(__name__)
 
 MAX_MODEL_LEN = 8192
 Message = dict[str, str]
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser, demo=False)  # the demo model continues Python, and has no template
-    parser.add_argument(
-        "--system-prompt", metavar="TEXT", help="first message of every conversation"
-    )
-    add_sampling_arguments(parser, max_tokens=512)
-    add_engine_arguments(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -92,7 +76,7 @@ class Chat:
         """Last output of the last reply, number of its tokens, and number of tokens of its
         prompt."""
         self._commands: dict[str, Callable[[str], None]] = {
-            "/help": lambda _: logger.info((__doc__ or "").partition(":\n\n")[2].rstrip()),
+            "/help": lambda _: logger.info(LINES),
             "/load": self._load,
             "/reset": self._reset,
             "/save": self._save,

@@ -1,26 +1,4 @@
-"""`python -m swiftkv_jax.infer generate`: prompts in, completions out.
-
-Input: `-p`, `-f`, `-`, or with `-i` a file of JSON lines, whose rows are described in `prompts`.
-Output: text on standard output, or with `-i` or `-o` one line of JSON per row, in the order of the
-input:
-
-    {"id": "a", "text": " upon a time", "token_ids": [5304, 264, 892],
-     "finish_reason": "stop", "stop_reason": "\\n",
-     "logprobs": [{"token_id": 5304, "logprob": -0.1,
-                   "top": [{"token_id": 5304, "logprob": -0.1}]}, ...],
-     "usage": {"prompt_tokens": 3, "completion_tokens": 3, "cached_tokens": 0},
-     "timing": {"queue_s": 0.001, "ttft_s": 0.02, "total_s": 0.05}}
-    {"id": "b", "error": "rows.jsonl:2: top_p=7 must be a number above 0 and at most 1 ..."}
-
-`stop_reason` is the stop string, or the one of `stop_token_ids`, that ended the row, if one did;
-the text ends before the string, `token_ids` with the token that completed it. `logprobs` are there
-if they were asked for. With `n` above 1, `choices` holds the fields of each sample with its
-`index`, and `completion_tokens` counts all. Times are in seconds since the row entered the engine:
-until its prefill began, until its first token, until its last. `text` is null without a tokenizer.
-
-Without a prompt the demo model continues `DEMO_PROMPT`, with the sampling of `DEMO_SAMPLING` where
-no flag says otherwise.
-"""
+"""The command `generate`: prompts in, completions out."""
 
 from __future__ import annotations
 
@@ -38,7 +16,8 @@ from typing import Any, NamedTuple
 import jax
 
 from ... import cli
-from ...cli.model_options import ModelOptions, add_model_arguments, load_model
+from ...cli.model_loading import load_model
+from ...cli.model_options import ModelOptions
 from ...errors import UsageError
 from ...io.jsonl import scan
 from ...model import Model
@@ -47,66 +26,22 @@ from ..engine.options import EngineOptions
 from ..engine.requests import Request
 from ..engine.sampling_params import SamplingParams
 from .batch import Row, read_rows, run_rows
-from .engine_options import add_engine_arguments, given_engine_options, start_engine
+from .complete_arguments import DEMO_PROMPT, DEMO_SAMPLING
+from .engine_options import given_engine_options
 from .output import (
     JsonLinesWriter,
     OutputOptions,
     TextWriter,
-    add_output_arguments,
     log_complete,
     open_writer,
 )
 from .prompts import PromptReader, read_text
 from .results import Completions
 from .resume import output_settings
-from .sampling_options import (
-    add_result_arguments,
-    add_sampling_arguments,
-    given_sampling_params,
-    sampling_params,
-)
+from .sampling_options import given_sampling_params, sampling_params
+from .start import start_engine
 
 logger = logging.getLogger(__name__)
-
-DEMO_PROMPT = "def read_lines(path):"
-DEMO_SAMPLING: dict[str, Any] = {
-    "temperature": 0.7,
-    "seed": 53,
-    "stop": ("\ndef ", "\nclass "),
-}
-"""Sampling parameters of the demo prompt: one function, by a seed that gives a whole one. Greedy
-text of a model this small repeats itself."""
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
-    add = parser.add_argument
-    add(
-        "stdin",
-        nargs="?",
-        choices=["-"],
-        metavar="-",
-        help="- reads one prompt from standard input",
-    )
-    add("--prompt", "-p", action="append", metavar="TEXT", help="a prompt; repeat to add more")
-    add("--prompt-file", "-f", type=Path, metavar="FILE", help="a file as one prompt")
-    add(
-        "--input",
-        "-i",
-        type=Path,
-        metavar="JSONL",
-        help='rows {"id"?, "prompt" | "prompt_token_ids" | "messages", ...}',
-    )
-    add_output_arguments(parser, "standard output, as text unless there is --input")
-    add(
-        "--stream",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="print text as it comes (default: yes)",
-    )
-    add_sampling_arguments(parser, max_tokens=128)
-    add_result_arguments(parser)
-    add_engine_arguments(parser)
 
 
 @dataclasses.dataclass(frozen=True)

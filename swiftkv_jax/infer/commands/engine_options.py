@@ -1,4 +1,4 @@
-"""Flags for `EngineOptions`, and the engine that they describe.
+"""Flags for `EngineOptions`; `start` makes the engine that they describe.
 
 A flag left out is None in the parsed arguments, so that the default of the command or of
 `EngineOptions` takes its place.
@@ -8,25 +8,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import logging
 import re
-import time
-from collections.abc import Callable
 from typing import Any
 
-from jax.sharding import Mesh
-
-from ...cache import KV_CACHE_DTYPES
-from ...cli.devices import parse_size
-from ...cli.model_options import ModelOptions
-from ...config import GENERATED_KV
+from ...cli import parse_size
+from ...config import GENERATED_KV, KV_CACHE_DTYPES
 from ...errors import UsageError
-from ...model import Model
-from ..engine.engine import Engine
 from ..engine.options import EngineOptions
-from ..runner.model_runner import ModelRunner
-
-logger = logging.getLogger(__name__)
 
 
 def add_engine_arguments(parser: argparse._ActionsContainer) -> None:
@@ -64,6 +52,7 @@ def add_engine_arguments(parser: argparse._ActionsContainer) -> None:
     )
     add(
         "--kv-cache-dtype",
+        type=lambda name: "fp8" if name == "fp8_e4m3" else name,
         choices=KV_CACHE_DTYPES,
         help="fp8 and int8 hold twice the tokens of bfloat16 (default: the weights' type)",
     )
@@ -165,34 +154,3 @@ def given_fields(cls: type, args: argparse.Namespace) -> dict[str, Any]:
     """Parsed arguments that are fields of the dataclass `cls`, and not None."""
     names = (field.name for field in dataclasses.fields(cls))
     return {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
-
-
-def start_engine(
-    model: Model,
-    mesh: Mesh | None,
-    options: EngineOptions,
-    model_options: ModelOptions,
-    *,
-    on_compile: Callable[[int, int], object] | None = None,
-) -> Engine[ModelRunner]:
-    """An engine for a model that a command has loaded, compiled and ready.
-
-    The model's layers are donated: it cannot be used afterwards. `on_compile` and errors are those
-    of `Engine.from_model`.
-    """
-    start = time.perf_counter()
-    engine = Engine.from_model(
-        model,
-        options,
-        swiftkv=model_options.uses_swiftkv,
-        mesh=mesh,
-        attention=model_options.attention,
-        donate=True,
-        on_compile=on_compile,
-    )
-    if engine.config.generated_kv == "own":
-        tail = engine.config.exact_tail
-        prompt = f", and so do the last {tail} of a prompt" if tail else ""
-        logger.info(f"generated tokens keep their own keys and values{prompt}")
-    logger.info(f"ready in {time.perf_counter() - start:.1f} s")
-    return engine

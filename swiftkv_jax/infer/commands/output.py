@@ -3,7 +3,6 @@ ended first."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -41,23 +40,6 @@ class OutputOptions:
         if self.resume and not self.path:
             raise UsageError("`resume` goes with `output`: there is nothing else to go on with")
         return OutputFile(self.path, resume=self.resume) if self.path else None
-
-
-def add_output_arguments(parser: argparse.ArgumentParser, default: str) -> None:
-    """Add the flags of every command that writes rows."""
-    add = parser.add_argument
-    add(
-        "--output",
-        "-o",
-        type=Path,
-        metavar="JSONL",
-        help=f"a row per row of input, in its order (default: {default})",
-    )
-    add(
-        "--resume",
-        action="store_true",
-        help="continue the --output of an interrupted run, if there is one",
-    )
 
 
 def log_complete(file: OutputFile, settings: dict[str, Any]) -> int:

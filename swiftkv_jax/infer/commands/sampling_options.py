@@ -10,12 +10,14 @@ import argparse
 import json
 import logging
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import CheckpointError, UsageError
-from ...model import Model
-from ..engine.sampling_params import SamplingParams
 from .engine_options import given_fields
+
+if TYPE_CHECKING:
+    from ...model import Model
+    from ..engine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +136,8 @@ def _token_ids(text: str) -> list[int]:
 
 def given_sampling_params(args: argparse.Namespace) -> dict[str, Any]:
     """Fields of `SamplingParams` for which there was a flag."""
+    from ..engine.sampling_params import SamplingParams
+
     given = given_fields(SamplingParams, args)
     if "logit_bias" in given:
         given["logit_bias"] = dict(given["logit_bias"])
@@ -147,12 +151,16 @@ def sampling_params(given: dict[str, Any], model: Model) -> SamplingParams:
     Raises `UsageError` that names the parameter, and `CheckpointError` for values in the file that
     are out of range.
     """
+    from ..engine.sampling_params import SamplingParams
+
     return SamplingParams(**checkpoint_params(model) | given)
 
 
 def checkpoint_params(model: Model) -> dict[str, Any]:
     """Fields of `SamplingParams` that the model's generation_config.json sets, if it draws. Raises
     `CheckpointError`."""
+    from ..engine.sampling_params import SamplingParams
+
     if GENERATION_CONFIG not in model.auxiliary_files.contents:
         return {}
     config = json.loads(model.auxiliary_files.contents[GENERATION_CONFIG])

@@ -1,22 +1,4 @@
-"""`python -m swiftkv_jax.infer score`: exact log-likelihoods of given text, under the model's own
-probabilities.
-
-Rows of input, each with an optional `id`:
-
-    {"context": "The sky is", "continuation": " blue"}  scores the continuation
-    {"token_ids": [1, 450, 14744], "start": 2}          scores token_ids[start:], by default [1:]
-    {"prompt": "The sky is blue"}                       scores everything after the first token
-
-A pair is split as lm-evaluation-harness does (`text.encode_pair`). An empty context is the token
-that begins texts. Texts get the tokenizer's special tokens, as prompts do.
-
-Rows of output, in the order of the input, natural logarithms:
-
-    {"id": 0, "logprob": -2.5, "tokens": [6437, 13], "logprobs": [-2.25, -0.25],
-     "is_greedy": false, "perplexity": 3.49}
-
-`is_greedy`: at each position the token is the likeliest one.
-"""
+"""The command `score`: exact log-likelihoods of given text."""
 
 from __future__ import annotations
 
@@ -24,34 +6,27 @@ import argparse
 import logging
 import math
 import sys
-from pathlib import Path
 from typing import Any
 
 from ... import cli
-from ...cli.model_options import ModelOptions, add_model_arguments, load_model
+from ...cli.model_loading import load_model
+from ...cli.model_options import ModelOptions
 from ...errors import DataError, UsageError
 from ...io.jsonl import scan
 from ..engine.options import EngineOptions
 from ..engine.requests import RequestOutput, ScoreRequest, Timing
 from ..text import encode, encode_pair
 from .batch import read_rows, run_rows
-from .engine_options import add_engine_arguments, given_engine_options, start_engine
-from .output import JsonLinesWriter, OutputOptions, add_output_arguments, log_complete, open_writer
+from .engine_options import given_engine_options
+from .output import JsonLinesWriter, OutputOptions, log_complete, open_writer
 from .resume import output_settings
+from .start import start_engine
 
 logger = logging.getLogger(__name__)
 
 IN_FLIGHT = 64
 """Rows in the engine at once: enough to fill its chunks with short ones."""
 FORMS = ({"context", "continuation"}, {"token_ids"}, {"token_ids", "start"}, {"prompt"})
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
-    rows = 'rows {"context", "continuation"} or {"token_ids", "start"} or {"prompt"}'
-    parser.add_argument("--input", "-i", type=Path, metavar="JSONL", required=True, help=rows)
-    add_output_arguments(parser, "standard output")
-    add_engine_arguments(parser)
 
 
 class Scores:

@@ -1,20 +1,30 @@
-"""Command-line arguments of the server, by group; `ServerOptions` says more about each."""
+"""`python -m swiftkv_jax.infer serve`: an OpenAI-compatible server.
+
+    python -m swiftkv_jax.infer serve --model llama-3.1-8b-swiftkv
+    curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
+        -d '{"prompt": "Once upon a time", "max_tokens": 32}'
+
+Clients of OpenAI's API work with it: chat, completions, streams, log-probabilities. It needs the
+extra `serve`: pip install 'swiftkv-jax[serve]'. docs/server.md describes it.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 from ...cli.model_options import add_model_arguments
 from ..commands.engine_options import add_engine_arguments, token_count
 from ..commands.sampling_options import add_distribution_arguments
-from .options import FAIR_BY, SCHEDULING_POLICIES
-from .text.reasoning import FORMATS as REASONING_FORMATS
+from .options import FAIR_BY, REASONING_PARSERS, SCHEDULING_POLICIES
 from .text.tool_formats import FORMATS
 
 
-def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """All arguments of the server, in groups."""
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add all arguments of the server, in groups; `ServerOptions` says more about each."""
     parser.usage = f"{parser.prog} [DIR] [options]"
     parser.add_argument(
         "directory", nargs="?", type=Path, metavar="DIR", help="checkpoint, the same as --model"
@@ -66,8 +76,10 @@ def add_names_and_formats(parser: argparse._ActionsContainer) -> None:
     )
     add(
         "--reasoning-parser",
-        choices=("auto", *REASONING_FORMATS, "none"),
-        help="how the model marks its reasoning (default: as its chat template does)",
+        type=lambda name: "think" if name in ("qwen3", "deepseek_r1") else name,
+        choices=REASONING_PARSERS,
+        help="how the model marks its reasoning; think is also qwen3 and deepseek_r1 (default: as "
+        "its chat template does)",
     )
 
 
@@ -100,7 +112,12 @@ def add_access(parser: argparse._ActionsContainer) -> None:
         "share cached prefixes between keys: response times then tell what others have asked",
         "--share-prefix-cache",
     )
-    _add_listed(parser, "--allowed-origins", "origins of web pages that may call the server (CORS)")
+    _add_listed(
+        parser,
+        "--allowed-origins",
+        "origins of web pages that may call the server (CORS); * is all",
+        _check_origin,
+    )
     _add_listed(
         parser, "--allowed-hosts", "Host headers to answer (default: on loopback its own, else all)"
     )
@@ -254,5 +271,40 @@ def _add_switch(
     )
 
 
-def _add_listed(parser: argparse._ActionsContainer, flag: str, text: str) -> None:
-    parser.add_argument(flag, type=lambda value: tuple(value.split(",")), metavar="A,B", help=text)
+def _add_listed(
+    parser: argparse._ActionsContainer,
+    flag: str,
+    text: str,
+    check: Callable[[str], object] = lambda entry: None,
+) -> None:
+    """A flag with a list, A,B or in JSON as vLLM takes it; `check` raises for a wrong entry what
+    argparse reports."""
+
+    def parse(value: str) -> tuple[str, ...]:
+        entries: object = value.split(",")
+        if value.lstrip()[:1] in ("[", '"'):
+            try:
+                entries = json.loads(value)
+            except ValueError as error:
+                raise argparse.ArgumentTypeError(f"{value!r} is not JSON: {error}") from None
+        entries = [entries] if isinstance(entries, str) else entries
+        if not (isinstance(entries, list) and all(isinstance(one, str) for one in entries)):
+            raise argparse.ArgumentTypeError(f"{value!r} is not a list of texts")
+        entries = [entry.strip() for entry in entries]
+        if "" in entries:
+            raise argparse.ArgumentTypeError(f"{value!r} has an empty entry")
+        for entry in entries:
+            check(entry)
+        return tuple(entries)
+
+    parser.add_argument(flag, type=parse, metavar="A,B", help=text)
+
+
+def _check_origin(text: str) -> None:
+    """An origin as browsers send it (RFC 6454, section 6.2): nothing else can match one."""
+    if text in ("*", "null") or re.fullmatch(r"[a-z][a-z\d+.-]*://[^/\s?#@*A-Z]+", text):
+        return
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not an origin, such as https://app.example or http://localhost:3000: "
+        "scheme, host and port in lower case, without a path; * is every origin"
+    )

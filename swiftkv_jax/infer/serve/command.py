@@ -1,12 +1,4 @@
-"""`python -m swiftkv_jax.infer serve`: an OpenAI-compatible server.
-
-    python -m swiftkv_jax.infer serve --model llama-3.1-8b-swiftkv
-    curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
-        -d '{"prompt": "Once upon a time", "max_tokens": 32}'
-
-Clients of OpenAI's API work with it: chat, completions, streams, log-probabilities. It needs the
-extra `serve`: pip install 'swiftkv-jax[serve]'. docs/server.md describes it.
-"""
+"""The command `serve`: loads a model and serves it."""
 
 from __future__ import annotations
 
@@ -27,24 +19,23 @@ from jax.sharding import Mesh
 
 from ...chat_template import render_chat
 from ...cli import OK, json_log
-from ...cli.model_options import ModelOptions, open_model, read_model, setup_model_devices
+from ...cli.model_loading import open_model, read_model, setup_model_devices
+from ...cli.model_options import ModelOptions
 from ...distributed import announces_several
 from ...errors import DataError, UsageError, reason_of
 from ...model import Model
-from ..commands.engine_options import given_engine_options, given_fields, start_engine
+from ..commands.engine_options import given_engine_options, given_fields
 from ..commands.sampling_options import checkpoint_params, given_sampling_params
+from ..commands.start import start_engine
 from ..engine.engine import Engine
 from ..engine.options import EngineOptions
 from ..engine.requests import Request
 from ..engine.sampling_params import SamplingParams
 from ..structured_outputs import GrammarCompiler
-from .arguments import add_server_arguments as add_flags
 from .options import KVEventsConfig, ServerOptions
 
 if TYPE_CHECKING:
     from .distributed.followers import Followers
-
-__all__ = ["add_flags", "main"]
 
 logger = logging.getLogger(__name__)
 

@@ -20,6 +20,8 @@ MAX_BODY_SIZE = 32 * 2**20
 """Bytes of a body, unless `max_body_size` says otherwise."""
 FAIR_BY = ("key", "user", "none")
 SCHEDULING_POLICIES = ("fcfs", "priority")
+ReasoningParser = Literal["auto", "think", "none"]
+REASONING_PARSERS: tuple[ReasoningParser, ...] = ("auto", "think", "none")
 _OF_THE_SERVER = (
     "add_generation_prompt chat_template continue_final_message conversation documents max_length "
     "messages padding processor_kwargs return_assistant_tokens_mask return_dict return_tensors "
@@ -128,7 +130,7 @@ class ServerOptions:
     tool_call_parser: Literal["auto", "llama3_json", "hermes", "none"] = "auto"
     """Format of calls of tools; "auto" is that of the chat template, "none" refuses tools."""
 
-    reasoning_parser: Literal["auto", "think", "none"] = "auto"
+    reasoning_parser: ReasoningParser = "auto"
     """How the model marks its reasoning; "auto" is by the chat template, "none" leaves it in the
     content."""
     chat_template_kwargs: tuple[str, ...] = ()

@@ -17,7 +17,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ... import cli
-from ...cli.model_options import ModelOptions, setup_model_devices
+from ...cli.model_loading import setup_model_devices
+from ...cli.model_options import ModelOptions
 from ...distributed import coordinator_host, run_on_process_0
 from ..engine.options import EngineOptions
 from .distributed.follower import Follower, connect, ignore_signals

@@ -7,19 +7,13 @@ import bisect
 import dataclasses
 import zlib
 from collections.abc import Iterable, Iterator
-from typing import Literal
 
 import numpy as np
 
+from ..objective import LossMask, Padding
 from .tokenize import Example
 
 WINDOW_TOKENS = 2**24
-LossMask = Literal["shifted", "unshifted"]
-"""Which predictions count: shifted, those whose token, the next one, is a target of the same
-document; unshifted, those at a target, whatever comes next, as in the authors' trainer."""
-Padding = Literal["separate", "joined"]
-"""The end of a row that no document fills: separate, segment 0, which counts nowhere; joined, more
-tokens of the row's last document that are no targets, as in the authors' trainer."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,19 +10,26 @@ import pytest
 from swiftkv_jax import cli
 from swiftkv_jax.checkpoints.hf_config import config_to_hf
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.infer import bench
 from swiftkv_jax.infer.__main__ import main
-from swiftkv_jax.infer.bench import variants
-from swiftkv_jax.infer.bench.cells import MODES, QUEUED, Cell, check_lengths, make_cells, num_pages
+from swiftkv_jax.infer.bench import command, variants
+from swiftkv_jax.infer.bench.cells import (
+    MODES,
+    QUEUED,
+    STUDENT,
+    TEACHER,
+    Cell,
+    check_lengths,
+    make_cells,
+    num_pages,
+)
 from swiftkv_jax.infer.bench.plot import draw
-from swiftkv_jax.infer.bench.summary import STUDENT, TEACHER
 from tests.infer.bench.conftest import CONFIG, ROOFLINE
 
 
 @pytest.fixture
 def quick_roofline(monkeypatch):
     monkeypatch.setattr(
-        bench,
+        command,
         "measure_roofline",
         lambda dtype, devices: dataclasses.replace(ROOFLINE, devices=devices),
     )
@@ -106,7 +113,7 @@ def test_a_queue_needs_room_for_one_sequence_only(mode, tmp_path, capsys, monkey
     def begun(dtype, devices):
         raise UsageError("begun")
 
-    monkeypatch.setattr(bench, "measure_roofline", begun)
+    monkeypatch.setattr(command, "measure_roofline", begun)
     code = main(["bench", mode, *flags.split(), *rows.split()])
     error = capsys.readouterr().err
     assert (code, "begun" in error) == ((2, True) if mode in QUEUED else (cli.OUT_OF_MEMORY, False))

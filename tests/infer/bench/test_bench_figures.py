@@ -14,9 +14,9 @@ import swiftkv_jax as skv
 from swiftkv_jax.cost import decode_flops, prefill_flops
 from swiftkv_jax.infer import Engine, EngineOptions
 from swiftkv_jax.infer.bench import summary, variants
-from swiftkv_jax.infer.bench.cells import Cell
+from swiftkv_jax.infer.bench.cells import STUDENT, TEACHER, Cell
 from swiftkv_jax.infer.bench.dummy import STANDARD_DEVIATION, dummy_model
-from swiftkv_jax.infer.bench.summary import STUDENT, TEACHER, Variant
+from swiftkv_jax.infer.bench.summary import Variant
 from swiftkv_jax.infer.runner.build import build_model_runner
 from swiftkv_jax.infer.runner.lowering import DecodeProgram, PrefillProgram, lower_program
 from swiftkv_jax.infer.runner.weights import num_bytes, weight_shapes

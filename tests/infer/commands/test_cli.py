@@ -15,7 +15,7 @@ from swiftkv_jax import demo
 from swiftkv_jax.infer import Request, SamplingParams
 from swiftkv_jax.infer.__main__ import COMMANDS, main
 from swiftkv_jax.infer.commands import complete
-from swiftkv_jax.infer.commands.complete import DEMO_PROMPT, DEMO_SAMPLING
+from swiftkv_jax.infer.commands.complete_arguments import DEMO_PROMPT, DEMO_SAMPLING
 from swiftkv_jax.infer.text import encode
 from tests.infer.conftest import LIMIT
 
@@ -23,7 +23,7 @@ from tests.infer.conftest import LIMIT
 def test_help_lists_the_commands(capsys):
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
-    assert all(f"    {name}" in out and purpose in out for name, (_, purpose) in COMMANDS.items())
+    assert all(f"    {name}" in out and one.purpose in out for name, one in COMMANDS.items())
 
 
 def test_standard_output_is_the_completion_alone(checkpoint, tokenizer, greedy, run, capsys):

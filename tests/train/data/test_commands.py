@@ -5,7 +5,7 @@ import json
 import pytest
 
 from swiftkv_jax import cli, demo
-from swiftkv_jax.train.data.commands import prepare_main, show_main
+from swiftkv_jax.train.__main__ import main
 from swiftkv_jax.train.data.dataset import PackedDataset
 
 MODEL = ["--model", str(demo.LLAMA)]
@@ -26,13 +26,13 @@ def chat(tmp_path):
 
 def prepare(*sources, output, length="32"):
     data = [part for source in sources for part in ("--data", str(source))]
-    return prepare_main([*MODEL, *data, "--max-length", length, "--output-dir", str(output)])
+    return main(["prepare", *MODEL, *data, "--max-length", length, "--output-dir", str(output)])
 
 
 def test_prepare_and_show(tmp_path, chat, capfd):
     assert prepare(chat, output=tmp_path / "store") == cli.OK
     assert capfd.readouterr().out == f"--data {tmp_path / 'store'}\n"
-    assert show_main([str(tmp_path / "store"), *MODEL, "--rows", "1"]) == cli.OK
+    assert main(["show", str(tmp_path / "store"), *MODEL, "--rows", "1"]) == cli.OK
     shown = capfd.readouterr().out
     row = PackedDataset(tmp_path / "store")[0]
     assert (
@@ -50,7 +50,7 @@ def test_colour_on_a_terminal(tmp_path, chat, capfd, monkeypatch):
     prepare(chat, output=tmp_path / "store")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.delenv("NO_COLOR", raising=False)
-    show_main([str(tmp_path / "store"), *MODEL])
+    main(["show", str(tmp_path / "store"), *MODEL])
     shown = capfd.readouterr().out
     assert "\x1b[32manswer 0\n<|end_of_text|>\x1b[0m" in shown and "[[" not in shown
 
@@ -82,7 +82,9 @@ def test_several_sources(tmp_path, chat, capfd):
 def test_refusals(tmp_path, chat, capfd, flags, code, message):
     given = [flag.format(chat=chat) for flag in flags]
     assert (
-        prepare_main([*MODEL, "--max-length", "32", "--output-dir", str(tmp_path / "out"), *given])
+        main(
+            ["prepare", *MODEL, "--max-length", "32", "--output-dir", str(tmp_path / "out"), *given]
+        )
         == code
     )
     error = capfd.readouterr().err
@@ -94,5 +96,5 @@ def test_refusals_of_prepared_data(tmp_path, chat, capfd):
     prepare(chat, output=tmp_path / "store")
     assert prepare(tmp_path / "store", output=tmp_path / "again") == cli.USAGE
     assert "prepared already; give it to training as it is" in capfd.readouterr().err
-    assert show_main([str(tmp_path), *MODEL]) == cli.ERROR
+    assert main(["show", str(tmp_path), *MODEL]) == cli.ERROR
     assert "not a prepared dataset" in capfd.readouterr().err

@@ -26,8 +26,6 @@ from .token_text import TokenSpellings
 logger = logging.getLogger(__name__)
 
 BEGIN, END = "<think>", "</think>"
-FORMATS = ("think",)
-"""How models mark their reasoning."""
 _MAX_GAP = 64
 """White space before the first tag."""
 

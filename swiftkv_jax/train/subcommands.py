@@ -1,0 +1,110 @@
+"""The commands of `train` beside training itself, and the flags of the short ones. Importing this
+does not import JAX."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from .. import cli
+from ..cli import flags_elsewhere
+from . import analyze_arguments, calibrate_arguments
+from .recipe import Recipe
+
+
+def add_prepare_flags(parser: argparse.ArgumentParser) -> None:
+    """Tokenise and pack training data into folders, which --data accepts."""
+    flag = parser.add_argument
+    flag(
+        "--model",
+        required=True,
+        type=Path,
+        help="checkpoint whose tokenizer and chat template are used",
+    )
+    flag(
+        "--data",
+        required=True,
+        action="append",
+        metavar="PATH[:WEIGHT]",
+        help="as for training; repeat to add more",
+    )
+    flag("--max-length", required=True, type=int, help="tokens in a packed row")
+    flag(
+        "--output-dir",
+        required=True,
+        type=Path,
+        metavar="FOLDER",
+        help="the new folder; with several --data, one that holds a folder for each: 0, 1, ...",
+    )
+    flag(
+        "--max-unreadable-share",
+        type=float,
+        default=Recipe.max_unreadable_share,
+        help="share of unreadable rows in a source above which it stops (default: %(default)s)",
+    )
+
+
+def add_show_flags(parser: argparse.ArgumentParser) -> None:
+    """Print rows of prepared data. Text to be predicted is green on a terminal, and in [[...]]
+    elsewhere."""
+    parser.add_argument("folder", type=Path, help="folder of prepared data")
+    parser.add_argument(
+        "--model",
+        required=True,
+        type=Path,
+        help="checkpoint whose tokenizer the data was prepared with",
+    )
+    parser.add_argument(
+        "--rows", type=int, default=3, help="number of rows, from the first (default: %(default)s)"
+    )
+
+
+def add_report_flags(parser: argparse.ArgumentParser) -> None:
+    """Write report.html, one page with the curves of a run, into its folder."""
+    parser.add_argument(
+        "folder", metavar="RUN", type=Path, help="the --output-dir of a run, finished or not"
+    )
+
+
+class Subcommand(NamedTuple):
+    """A command: its help and flags, and what runs."""
+
+    description: str | None
+    add_flags: Callable[[argparse.ArgumentParser], None]
+    module: str
+    """Of this package."""
+    function: str = "main"
+
+
+SUBCOMMANDS = {
+    "analyze": Subcommand(analyze_arguments.__doc__, analyze_arguments.add_flags, "analyze"),
+    "calibrate": Subcommand(
+        calibrate_arguments.__doc__, calibrate_arguments.add_flags, "calibrate"
+    ),
+    "prepare": Subcommand(add_prepare_flags.__doc__, add_prepare_flags, "data.commands", "prepare"),
+    "show": Subcommand(add_show_flags.__doc__, add_show_flags, "data.commands", "show"),
+    "report": Subcommand(add_report_flags.__doc__, add_report_flags, "report"),
+}
+"""By the first word of the command line."""
+
+
+def parser(name: str) -> argparse.ArgumentParser:
+    """The parser of the subcommand `name`."""
+    result = cli.ArgumentParser(
+        prog=cli.prog(f"train {name}"),
+        description=cli.as_called(inspect.cleandoc(SUBCOMMANDS[name].description or "")),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        elsewhere=flags_elsewhere.TRAINER,
+    )
+    SUBCOMMANDS[name].add_flags(result)
+    return result
+
+
+def main(name: str, argv: list[str]) -> int:
+    """Run the subcommand `name`; returns its exit code."""
+    command = SUBCOMMANDS[name]
+    package = __package__ or ""
+    return cli.run_command(parser(name), argv, f".{command.module}", package, command.function)
