@@ -14,6 +14,7 @@ from ...chat_messages import normalize_tools
 from ..engine.engine import Engine
 from ..engine.grammar import Matcher
 from .bodies.forms import Form, form_of
+from .bodies.media import replace_media
 from .bodies.params import truncation_of
 from .bodies.template_options import template_options, variables_of
 from .errors import APIError, invalid, unsupported
@@ -109,8 +110,8 @@ class App:
         *,
         counting: bool = False,
     ) -> Prompt:
-        """The prompt of the messages of a body. `counting` is that of `PromptEncoder.encode`.
-        Raises `APIError`."""
+        """The prompt of the messages of a body, on which `replace_media` is done. `counting` is
+        that of `PromptEncoder.encode`. Raises `APIError`."""
         if not body.messages or len(body.messages) > MAX_MESSAGES:
             raise invalid("messages", f"`messages` must have 1 to {MAX_MESSAGES} messages")
         if not getattr(self.tokenizer, "chat_template", None):
@@ -132,6 +133,7 @@ class App:
             self.options.chat_template_kwargs,
             reasons=self.reasoning is not None,
         )
+        body.messages = replace_media(body.messages)
         return await self.encoder.encode_chat(
             body.messages,
             variables=variables,

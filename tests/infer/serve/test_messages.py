@@ -258,10 +258,9 @@ def result(*content: Any) -> Any:
             {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}]},
             "messages[0].content[0].type: a message of role 'user' has no",
         ),
-        ({"messages": result(IMAGE)}, "messages[0].content[0].content[0].type: a block"),
         (
-            {"messages": result({"type": "tool_reference", "tool_name": "f"})},
-            "[0].content[0].type: a block of type 'tool_reference'",
+            {"messages": result({"type": "web_page"})},
+            "messages[0].content[0].content[0].type: a block of type 'web_page'",
         ),
         (
             {"messages": [*HI, {"role": "assistant", "content": [CALLED]}]},

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from ....chat_template import THINKING_SWITCHES
 from ..app import App
 from ..bodies.forms import check_takes_tools
+from ..bodies.media import first_said_now, text_in_place_of
 from ..bodies.params import refuse_fields, refuse_unsupported
 from ..errors import invalid, renaming, unsupported
 from ..http.exchange import HTTPExchange
@@ -148,9 +149,10 @@ def chat_body(body: CountTokensBody, variables: Collection[str]) -> tuple[ChatBo
     if body.system is not None:
         found.append(Message(role="system", content=_system_text(body.system)))
         places.append("system")
+    now = first_said_now((one.role == "assistant", _calls(one)) for one in body.messages)
     for number, message in enumerate(body.messages):
         at = f"messages[{number}]"
-        for one in _messages_of(message, at):
+        for one in _messages_of(message, at, is_new=number >= now):
             found.append(one)
             places.append(at)
     last = found[-1]
@@ -178,9 +180,15 @@ def chat_body(body: CountTokensBody, variables: Collection[str]) -> tuple[ChatBo
     return chat, places
 
 
-def _messages_of(message: InputMessage, at: str) -> list[Message]:
+def _calls(message: InputMessage) -> bool:
+    """Whether a message calls tools."""
+    content = message.content
+    return not isinstance(content, str) and any(block.type == "tool_use" for block in content)
+
+
+def _messages_of(message: InputMessage, at: str, *, is_new: bool) -> list[Message]:
     """The messages of a chat that stand for one of this API: each result of a tool is one of its
-    own. Raises `APIError`."""
+    own. `is_new` is whether the user says it now (`media`). Raises `APIError`."""
     role, content = message.role, message.content
     if isinstance(content, str):
         return [Message(role=role, content=content)]
@@ -190,6 +198,10 @@ def _messages_of(message: InputMessage, at: str) -> list[Message]:
     calls: list[ToolCall] = []
     for number, block in enumerate(content):
         here = f"{at}.content[{number}]"
+        stand_in = None if is_new else _stand_in(block)
+        if stand_in is not None:
+            texts.append(stand_in)
+            continue
         _check_block(block, here, _OF_ROLES[role], f"a message of role {role!r}")
         if block.type == "text":
             texts.append(block.text or "")
@@ -204,7 +216,7 @@ def _messages_of(message: InputMessage, at: str) -> list[Message]:
             if texts:
                 found.append(Message(role=role, content="".join(texts)))
                 texts = []
-            result = _text(block.content or "", f"{here}.content")
+            result = _text(block.content or "", f"{here}.content", is_new=False)
             found.append(Message(role="tool", content=result, tool_call_id=block.tool_use_id))
     if role == "assistant":
         found.append(
@@ -226,16 +238,28 @@ def _system_text(system: str | list[Block]) -> str:
     if isinstance(system, list):
         empty = Block(type="text", text="")
         system = [empty if (one.text or "").startswith(_BILLING) else one for one in system]
-    return _text(system, "system")
+    return _text(system, "system", is_new=True)
 
 
-def _text(content: str | list[Block], at: str) -> str:
-    """Text of blocks that are nothing else. Raises `APIError`."""
+def _text(content: str | list[Block], at: str, *, is_new: bool) -> str:
+    """Text of blocks that are nothing else; where they are not new, with texts in place of images
+    and the like. Raises `APIError`."""
     if isinstance(content, str):
         return content
+    texts = []
     for number, block in enumerate(content):
-        _check_block(block, f"{at}[{number}]", ("text",), "this field")
-    return "".join(block.text or "" for block in content)
+        stand_in = None if is_new else _stand_in(block)
+        if stand_in is None:
+            _check_block(block, f"{at}[{number}]", ("text",), "this field")
+        texts.append(block.text or "" if stand_in is None else stand_in)
+    return "".join(texts)
+
+
+def _stand_in(block: Block) -> str | None:
+    """The text in place of a block (`media`); None for one that is read, or refused."""
+    if block.type == "tool_reference":  # all tools are offered: there is nothing to load
+        return f"[tool reference: {block.tool_name or ''}]"
+    return text_in_place_of(block.type)
 
 
 def _check_block(block: Block, at: str, kinds: Collection[str], where: str) -> None:
