@@ -29,7 +29,6 @@ from .app import App
 from .distributed.followers import Followers
 from .http.auth import Keys
 from .http.connection import with_options
-from .http.exchange import MAX_HEADER_BYTES
 from .options import ServerOptions
 from .service.load_log import log_load
 from .text.grammar_process import CheckedCompiler
@@ -157,7 +156,6 @@ async def serve(
         proxy_headers=False,
         timeout_keep_alive=3600,  # `Connection` has its own
         timeout_graceful_shutdown=1,
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         ssl_certfile=options.ssl_certfile,
         ssl_keyfile=options.ssl_keyfile,
     )

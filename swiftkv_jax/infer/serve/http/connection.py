@@ -17,6 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ..errors import APIError, invalid
 from ..options import MAX_BODY_SIZE, ServerOptions
 from .exchange import CONNECTION, MAX_HEADER_BYTES
+from .parser import Parser
 
 BYTES_PER_SECOND = 65536
 """A body may take a second longer for each of so many bytes."""
@@ -67,6 +68,7 @@ class Connection(H11Protocol):
     transport: Transport  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.conn = Parser(MAX_HEADER_BYTES)
         self.on_lost: Callable[[], None] | None = None
         """Called when the connection has ended."""
         self._phase, self._deadline = "", math.inf
