@@ -81,7 +81,8 @@ class SamplingParams:
     top_k: int = 0
     """Draw from the k likeliest tokens; 0 and -1 are off."""
     top_p: float = 1.0
-    """Draw from the fewest tokens that hold this probability together; 1 is off."""
+    """Draw from the fewest tokens that hold this probability together; 1 is off, 0 leaves the
+    likeliest."""
     min_p: float = 0.0
     """Draw from the tokens at least this probable, relative to the likeliest; 0 is off."""
     repetition_penalty: float = 1.0
@@ -119,7 +120,7 @@ class SamplingParams:
             "temperature", _number("temperature", self.temperature, 0, 100, note="0 is greedy")
         )
         self._set("top_k", _integer("top_k", self.top_k, -1, _MAX_INT, note="0 and -1 are off"))
-        self._set("top_p", _number("top_p", self.top_p, 0, 1, above=True, note="1 is off"))
+        self._set("top_p", _number("top_p", self.top_p, 0, 1, note="1 is off"))
         self._set("min_p", _number("min_p", self.min_p, 0, 1, note="0 is off"))
         self._set(
             "repetition_penalty",
@@ -128,7 +129,7 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             self._set(name, _number(name, getattr(self, name), -2, 2, note="0 is off"))
         self._set("logit_bias", _logit_bias(self.logit_bias))
-        self._set("seed", _integer("seed", self.seed, 0, 2**63 - 1))
+        self._set("seed", _integer("seed", self.seed, -(2**63), 2**63 - 1))
         self._set("n", _integer("n", self.n, 1, MAX_SAMPLES))
         self._set("stop", _stop_strings(self.stop))
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
@@ -237,19 +238,16 @@ def _integer(name: str, value: Any, low: int, high: int, *, note: str = "") -> i
     return int(value)
 
 
-def _number(
-    name: str, value: Any, low: float, high: float, *, above: bool = False, note: str = ""
-) -> float:
-    """Check a number; `above` excludes `low` itself. NaN is in no range."""
+def _number(name: str, value: Any, low: float, high: float, *, note: str = "") -> float:
+    """Check a number. NaN is in no range."""
     fits = (
         isinstance(value, (int, float, np.integer, np.floating))
         and not isinstance(value, bool)
         and low <= value <= high
     )
-    if not fits or (above and value == low):
-        bounds = f"above {low} and at most {high}" if above else f"from {low} to {high}"
+    if not fits:
         raise UsageError(
-            f"{_quoted(name)}={short(value)} must be a number {bounds}"
+            f"{_quoted(name)}={short(value)} must be a number from {low} to {high}"
             + (f" ({note})" if note else "")
         )
     return float(value)

@@ -58,7 +58,7 @@ def sampling_row(
         repetition_penalty=np.float32(params.repetition_penalty),
         presence_penalty=np.float32(params.presence_penalty),
         frequency_penalty=np.float32(params.frequency_penalty),
-        seed=np.array([params.seed >> 32, params.seed & 0xFFFFFFFF], np.uint32),
+        seed=np.array([params.seed >> 32 & 0xFFFFFFFF, params.seed & 0xFFFFFFFF], np.uint32),
         rng_stream=np.array(rng_stream, np.uint32),
         stop_token_ids=_padded(stops, MAX_END_TOKENS, _NONE, np.int32),
         min_length=np.int32(prompt_length + params.min_tokens),

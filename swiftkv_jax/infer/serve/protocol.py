@@ -17,6 +17,12 @@ from .options import MAX_PROMPTS
 MAX_MESSAGES = 4096
 
 
+def is_whole(value: float) -> bool:
+    """Whether a number is an integer, as in JSON Schema, whatever its form in JSON. From 2**53 on a
+    float may be another number than the one that was written."""
+    return isinstance(value, int) or (value.is_integer() and abs(value) < 2**53)
+
+
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A body that names a model."""
 
@@ -122,6 +128,14 @@ class Sampling(Body, kw_only=True):
     web_search_options: Any = None
 
 
+def _integers(ids: Any) -> Any:
+    """Token ids of which some are written like 16.0; what holds anything else stays as it is."""
+    kinds = set(map(type, ids)) if isinstance(ids, list) else set()
+    if float not in kinds or not kinds <= {int, float}:
+        return ids
+    return [int(one) for one in ids] if all(is_whole(one) for one in ids) else ids
+
+
 class CompletionBody(Sampling, kw_only=True):
     prompt: str | list[Any]
     logprobs: int | None = None
@@ -133,6 +147,8 @@ class CompletionBody(Sampling, kw_only=True):
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
+        prompt = [_integers(one) for one in prompt] if list in map(type, prompt) else prompt
+        prompt = _integers(prompt)
         kinds = set(map(type, prompt))
         if kinds == {int}:
             return [prompt]

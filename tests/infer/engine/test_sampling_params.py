@@ -29,7 +29,7 @@ REFUSED = [
     ({"temperature": 1 + 0j}, "`temperature`=(1+0j) must be"),
     ({"top_k": -2}, "`top_k`=-2 must be an integer from -1 to 2147483647 (0 and -1 are off)"),
     ({"top_k": 2.5}, "`top_k`=2.5 must be"),
-    ({"top_p": 0.0}, "`top_p`=0.0 must be a number above 0 and at most 1 (1 is off)"),
+    ({"top_p": -0.1}, "`top_p`=-0.1 must be a number from 0 to 1 (1 is off)"),
     ({"top_p": 1.01}, "`top_p`=1.01 must be"),
     ({"top_p": float("nan")}, "`top_p`=nan must be"),
     ({"min_p": -0.1}, "`min_p`=-0.1 must be a number from 0 to 1 (0 is off)"),
@@ -57,7 +57,11 @@ REFUSED = [
         {"logit_bias": {i: 1.0 for i in range(301)}},
         "`logit_bias` has 301 entries; at most 300 are possible",
     ),
-    ({"seed": -1}, "`seed`=-1 must be an integer from 0 to 9223372036854775807"),
+    (
+        {"seed": -(2**63) - 1},
+        "`seed`=-9223372036854775809 must be an integer from -9223372036854775808 to "
+        "9223372036854775807",
+    ),
     ({"seed": 2**63}, "`seed`=9223372036854775808 must be"),
     ({"n": 0}, "`n`=0 must be an integer from 1 to 16"),
     ({"n": 17}, "`n`=17 must be"),
@@ -107,7 +111,7 @@ def test_a_value_out_of_range_is_refused_by_name(fields, message):
             "stop_token_ids": tuple(range(16)),
             "logit_bias": {i: -100.0 for i in range(300)},
         },
-        {"logprobs": 0, "ignore_eos": True, "top_p": 1e-9},
+        {"logprobs": 0, "ignore_eos": True, "top_p": 0, "seed": -(2**63)},
     ],
     ids=str,
 )

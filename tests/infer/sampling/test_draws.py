@@ -43,7 +43,7 @@ def in_numpy(
     if params.top_k > 0:
         weights[order[params.top_k :]] = 0
     ranked = weights[order] / weights.sum()
-    weights[order[np.cumsum(ranked) - ranked >= params.top_p - 1e-12]] = 0
+    weights[order[np.cumsum(ranked) - ranked >= max(params.top_p, 1e-9) - 1e-12]] = 0
     return weights / weights.sum()
 
 
@@ -71,6 +71,7 @@ def check_frequencies(found: np.ndarray, expected: np.ndarray) -> None:
         {"temperature": 1.0, "top_k": 10},  # of three tokens equally likely, two
         {"temperature": 1.0, "top_k": -1},
         {"temperature": 1.0, "top_k": 100},
+        {"temperature": 1.0, "top_p": 0.0},
         {"temperature": 1.0, "top_p": 1e-9},
         {"temperature": 1.0, "top_p": 0.5},
         {"temperature": 1.0, "top_p": 0.91},

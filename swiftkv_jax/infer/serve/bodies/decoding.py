@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from msgspec import inspect
 
 from ..errors import APIError, invalid
-from ..protocol import Body
+from ..protocol import Body, Sampling, is_whole
+from .foreign_fields import INSTEAD
 
 MAX_NULLS = 256
 """Unknown fields of one body that may be null."""
@@ -31,7 +33,9 @@ def decode[B: Body](kind: type[B], body: bytes, *, ignore_unknown: bool) -> tupl
         ignored = sorted(_drop_unknown(fields, _type_info(kind)))
         return msgspec.convert(fields, type=kind), ignored
     except msgspec.ValidationError as error:
-        raise _of_validation(error) from None
+        raise _of_validation(
+            error, instead=INSTEAD if issubclass(kind, Sampling) else None
+        ) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         said = str(error)
         if "truncated" in said and _HALF_PAIR.search(body):
@@ -103,7 +107,7 @@ def _drop_unknown(
     else:
         return []
     for place, one, one_kind, path in inside:
-        if isinstance(one, float) and _is_integer(one, one_kind):
+        if isinstance(one, float) and is_whole(one) and _takes_integers(one_kind):
             value[place] = int(one)
         dropped += _drop_unknown(one, one_kind, path, most_nulls=most_nulls)
         if most_nulls is not None and len(dropped) > most_nulls:
@@ -111,23 +115,25 @@ def _drop_unknown(
     return dropped
 
 
-def _is_integer(value: float, kind: inspect.Type) -> bool:
-    """Whether a field of `kind` takes a number as an integer. Above 2**53 a float may be another
-    number than the one that was written."""
+def _takes_integers(kind: inspect.Type) -> bool:
     kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
-    takes = any(isinstance(one, inspect.IntType) for one in kinds)
-    return takes and value.is_integer() and abs(value) < 2**53
+    return any(isinstance(one, inspect.IntType) for one in kinds)
 
 
-def _of_validation(error: msgspec.ValidationError, within: str = "") -> APIError:
-    """400 for the value of a field. `within` is the path of what was converted."""
+def _of_validation(
+    error: msgspec.ValidationError, within: str = "", instead: Mapping[str, str] | None = None
+) -> APIError:
+    """400 for the value of a field. `within` is the path of what was converted, `instead` says what
+    to write for unknown fields."""
+    instead = instead or {}
     text, at, path = str(error).rpartition(" - at `$")  # the last: values may look like it
     text, path = (text, path) if at else (path, "")
     path = f"{within}{path.rstrip('`')}".removeprefix(".")
     if text.startswith("Object contains unknown field"):
         name = text.rpartition("field `")[2].rstrip("`")
         path = f"{path}.{name}" if path else name
-        return invalid(path, f"there is no field {name!r}", "unknown_field")
+        hint = f": {instead[path]}" if path in instead else ""
+        return invalid(path, f"there is no field {name!r}{hint}", "unknown_field")
     if text.startswith("Object missing required field"):
         name = text.rpartition("field `")[2].rstrip("`")
         path = f"{path}.{name}" if path else name
