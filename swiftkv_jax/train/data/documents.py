@@ -7,21 +7,26 @@ import json
 from typing import Any
 
 from ...chat_messages import MessageError, normalize_messages, normalize_tools
+from . import sharegpt
 
 FORMS = (
-    '"text"; "messages"; "prompt" and "completion" (text, or lists of messages); '
-    '"conversations" with "from" and "value"'
+    '"text"; "messages"; "prompt" and "completion" or "response" (text, or lists of messages); '
+    '"conversations" with "from" and "value", or "role" and "content"; "instruction", "input" and '
+    '"output"'
 )
-COLUMNS = ("messages", "conversations", "prompt", "completion", "text", "tools")
-"""Fields that are read. If a row has several forms, the first in this order counts."""
-
-_SHAREGPT_ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-}
+COLUMNS = (
+    "messages",
+    "conversations",
+    "prompt",
+    "completion",
+    "text",
+    "response",
+    "instruction",
+    "output",
+)
+"""Fields that make a form. If a row has several forms, the first in this order counts."""
+FURTHER_COLUMNS = ("tools", "system", "input")
+"""Fields that are read with them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,34 +76,60 @@ def parse_row(row: Any, origin: str) -> Document | Unreadable:
         else {}
     )
     try:
-        if "messages" in fields:
-            return _chat(origin, _list(fields, "messages"), fields)
-        if "conversations" in fields:
-            return _chat(origin, _sharegpt(fields["conversations"]), fields)
-        if "prompt" in fields and "completion" in fields:
-            return _prompt_and_completion(fields, origin)
-        if isinstance(fields.get("text"), str):
-            return Document(origin, text=fields["text"])
-    except _Malformed as error:
-        return Unreadable(origin, str(error))
-    return Unreadable(origin, f"unknown form, found {_describe(row)}; accepted: {FORMS}")
+        found = _document(fields, origin)
+    except (_Malformed, MessageError) as error:
+        at = f"message {error.number}: " if isinstance(error, MessageError) else ""
+        return Unreadable(origin, f"{at}{error}")
+    if found is None:
+        return Unreadable(origin, f"unknown form, found {_describe(row)}; accepted: {FORMS}")
+    return found
+
+
+def _document(fields: dict[str, Any], origin: str) -> Document | None:
+    """The document in the fields of a row that are not null; None if they are of no form. Raises
+    `_Malformed`, `MessageError`."""
+    if "messages" in fields:
+        return _chat(origin, _list(fields, "messages"), fields)
+    if "conversations" in fields:
+        return _chat(origin, _sharegpt(_list(fields, "conversations")), fields)
+    if "prompt" in fields and "completion" in fields:
+        return _prompt_and(fields, "completion", origin)
+    if isinstance(fields.get("text"), str):
+        return Document(origin, text=fields["text"])
+    if "prompt" in fields and "response" in fields:
+        return _prompt_and(fields, "response", origin)
+    if "instruction" in fields and "output" in fields:
+        return _instruction(fields, origin)
+    return None
 
 
 class _Malformed(ValueError):
     pass
 
 
-def _prompt_and_completion(fields: dict[str, Any], origin: str) -> Document:
-    prompt, completion = fields["prompt"], fields["completion"]
+def _prompt_and(fields: dict[str, Any], answer: str, origin: str) -> Document:
+    prompt, completion = fields["prompt"], fields[answer]
     if isinstance(prompt, str) and isinstance(completion, str):
         return Document(origin, text=prompt + completion, given=len(prompt))
     if isinstance(prompt, list) and isinstance(completion, list):
         return _chat(origin, prompt + completion, fields, given=len(prompt))
-    raise _Malformed('"prompt" and "completion" must both be text, or both lists of messages')
+    raise _Malformed(f'"prompt" and "{answer}" must both be text, or both lists of messages')
+
+
+def _instruction(fields: dict[str, Any], origin: str) -> Document:
+    """A question and its answer, as in Alpaca's data."""
+    parts = [fields["instruction"], fields.get("input", "")]
+    if not all(isinstance(part, str) for part in [*parts, fields["output"]]):
+        raise _Malformed('"instruction", "input" and "output" must be text')
+    question = {"role": "user", "content": "\n\n".join(filter(None, parts))}
+    answer = {"role": "assistant", "content": fields["output"]}
+    return _chat(origin, [question, answer], fields)
 
 
 def _chat(origin: str, messages: list[Any], fields: dict[str, Any], *, given: int = 0) -> Document:
-    """A conversation as chat templates get it. Raises `_Malformed`."""
+    """A conversation as chat templates get it. Raises `_Malformed`, `MessageError`."""
+    if system := _system(fields, messages):
+        messages, given = [system, *messages], given and given + 1
     without_weight = {at for at, message in enumerate(messages) if _weight(at, message) == 0}
     messages = [
         {name: value for name, value in message.items() if name != "weight"}
@@ -106,16 +137,27 @@ def _chat(origin: str, messages: list[Any], fields: dict[str, Any], *, given: in
         else message
         for message in messages
     ]
-    try:
-        return Document(
-            origin,
-            messages=normalize_messages(messages),
-            tools=_tools(fields.get("tools")),
-            given=given,
-            without_weight=frozenset(without_weight),
-        )
-    except MessageError as error:
-        raise _Malformed(f"message {error.number}: {error}") from None
+    return Document(
+        origin,
+        messages=normalize_messages(messages),
+        tools=_tools(fields.get("tools")),
+        given=given,
+        without_weight=frozenset(without_weight),
+    )
+
+
+def _system(fields: dict[str, Any], messages: list[Any]) -> dict[str, Any] | None:
+    """The message of a row's `system`, if the conversation has no such message of its own. Raises
+    `_Malformed`."""
+    text = fields.get("system")
+    if text is None or text == "":
+        return None
+    if not isinstance(text, str):
+        raise _Malformed(f'"system" must be text, not {type(text).__name__}')
+    first = messages[0] if messages else None
+    if isinstance(first, dict) and first.get("role") in ("system", "developer"):
+        return None
+    return {"role": "system", "content": text}
 
 
 def _weight(number: int, message: Any) -> float | None:
@@ -153,28 +195,11 @@ def _list(fields: dict[str, Any], name: str) -> list[Any]:
     return fields[name]
 
 
-def _sharegpt(value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list):
-        raise _Malformed('"conversations" must be a list')
-    messages = []
-    for number, turn in enumerate(value):
-        if (
-            not isinstance(turn, dict)
-            or turn.get("from") not in _SHAREGPT_ROLES
-            or not isinstance(turn.get("value"), str)
-        ):
-            roles = "|".join(_SHAREGPT_ROLES)
-            raise _Malformed(
-                f'turn {number} of "conversations": expected {{"from": "{roles}", "value": "..."}}'
-            )
-        messages.append(
-            {
-                "role": _SHAREGPT_ROLES[turn["from"]],
-                "content": turn["value"],
-                "weight": turn.get("weight"),
-            }
-        )
-    return messages
+def _sharegpt(turns: list[Any]) -> list[Any]:
+    try:
+        return sharegpt.messages_of(turns)
+    except ValueError as error:
+        raise _Malformed(str(error)) from None
 
 
 def _describe(row: Any) -> str:

@@ -1,16 +1,19 @@
 """File formats: a function for each yields the documents of one file in order. None of them holds
-the whole file in memory, that of text files aside."""
+the whole file in memory, those of text and of JSON aside."""
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import gzip
+import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ...errors import DataError, UsageError
-from .documents import COLUMNS, FORMS, Document, Unreadable, parse_json, parse_row
+from .documents import COLUMNS, FORMS, FURTHER_COLUMNS, Document, Unreadable, parse_json, parse_row
 
 Documents = Iterator[Document | Unreadable]
 """The documents of one file in order, and the rows that are none."""
@@ -18,6 +21,9 @@ Documents = Iterator[Document | Unreadable]
 _TEXT_SUFFIXES = tuple(
     ".c .cc .cpp .cu .go .h .hpp .java .js .md .py .rs .rst .sh .toml .ts .txt .yaml .yml".split()
 )
+_JSON_SUFFIXES = (".json", ".json.gz")
+_BOM = codecs.BOM_UTF8
+"""Some editors write it at the beginning of a file; it is no text."""
 _RECORDS_PER_READ = 256
 
 
@@ -33,7 +39,7 @@ def known_suffixes(separator: str = " ") -> str:
 def read_text(file: Path) -> Documents:
     """The whole file as one document; nothing if it is blank."""
     try:
-        text = file.read_bytes().decode("utf-8")
+        text = file.read_bytes().removeprefix(_BOM).decode("utf-8")
     except UnicodeDecodeError as error:
         yield Unreadable(str(file), f"not UTF-8 text ({error.reason} at byte {error.start})")
         return
@@ -41,21 +47,50 @@ def read_text(file: Path) -> Documents:
         yield Document(str(file), text=text)
 
 
+def is_text(file: Path) -> bool:
+    """Whether a file of this name is read as one text."""
+    return file.name.endswith(_TEXT_SUFFIXES)
+
+
+def is_json(file: Path) -> bool:
+    """Whether a file of this name is JSON as a whole: rows, or settings of a program."""
+    return file.name.endswith(_JSON_SUFFIXES)
+
+
 def _read_jsonl(file: Path) -> Documents:
-    with file.open("rb") as lines:
+    with _opened(file) as lines:
         yield from _json_lines(file, lines)
 
 
-def _read_jsonl_gz(file: Path) -> Documents:
+def _read_json(file: Path) -> Documents:
+    """A list of rows, or one row on each line as in JSONL: both are published under this name."""
+    with _opened(file) as lines:
+        content = lines.read().removeprefix(_BOM)
     try:
-        with gzip.open(file, "rb") as lines:
-            yield from _json_lines(file, lines)
+        rows = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        if content.lstrip().startswith(b"["):
+            raise DataError(f"{file}: not valid JSON ({_first_line(error)})") from None
+        yield from _json_lines(file, content.splitlines())
+        return
+    for number, row in enumerate(rows if isinstance(rows, list) else [rows]):
+        yield parse_row(row, f"{file}:row {number}")
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[IO[bytes]]:
+    """The file, unpacked if its name ends in .gz. Raises `DataError` if that fails."""
+    try:
+        with gzip.open(file, "rb") if file.name.endswith(".gz") else file.open("rb") as opened:
+            yield opened  # pyright: ignore[reportReturnType]
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{file}: damaged gzip file ({error})") from None
 
 
 def _json_lines(file: Path, lines: Iterable[bytes]) -> Documents:
     for number, line in enumerate(lines, start=1):
+        if number == 1:
+            line = line.removeprefix(_BOM)
         if line.strip():
             yield parse_json(line, f"{file}:{number}")
 
@@ -125,8 +160,8 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _known_columns(file: Path, names: list[str]) -> list[str]:
-    columns = [name for name in COLUMNS if name in names]
-    if not columns:
+    columns = [name for name in (*COLUMNS, *FURTHER_COLUMNS) if name in names]
+    if not set(columns).intersection(COLUMNS):
         raise DataError(f"{file}: its columns are {', '.join(names)}; accepted: {FORMS}")
     return columns
 
@@ -145,8 +180,8 @@ def _first_line(error: Exception) -> str:
 
 
 _READERS: dict[tuple[str, ...], Callable[[Path], Documents]] = {
-    (".jsonl",): _read_jsonl,
-    (".jsonl.gz",): _read_jsonl_gz,
+    (".jsonl", ".jsonl.gz"): _read_jsonl,
+    _JSON_SUFFIXES: _read_json,
     (".parquet",): _read_parquet,
     (".arrayrecord", ".array_record"): _read_array_record,
     _TEXT_SUFFIXES: read_text,

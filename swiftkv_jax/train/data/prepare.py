@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import logging
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -168,7 +169,7 @@ def _key(files: list[Path], tokenizer_id: str, length: int) -> bytes:
 
 
 def _folder(source: DataSource, key: bytes) -> str:
-    return f"{source.name}-{key.hex()}"
+    return f"{re.sub(r'[*?[\]]', '_', source.name)}-{key.hex()}"
 
 
 def _describe_files(files: list[Path]) -> list[dict[str, Any]]:

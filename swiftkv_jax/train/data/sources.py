@@ -4,14 +4,14 @@ as the default."""
 from __future__ import annotations
 
 import dataclasses
-import json
+import glob
 import math
-import os
 import sysconfig
 import zlib
 from pathlib import Path
 
 from ...errors import DataError, UsageError
+from .folders import folder_files
 from .formats import Documents, known_suffixes, read_arrow_stream, reader_for
 
 STDLIB = "stdlib"
@@ -27,7 +27,7 @@ class DataSource:
     """A path of training data, and its weight in the mixture."""
 
     path: str
-    """Path of a file, a folder or a prepared dataset, or `stdlib`."""
+    """Path of a file, a folder or a prepared dataset, a pattern of paths, or `stdlib`."""
     weight: float = 1.0
 
     @property
@@ -54,30 +54,32 @@ def parse_source(text: str) -> DataSource:
 
 
 def find_files(source: DataSource, *, held_out: bool = False) -> list[Path]:
-    """The files of a source, in the order they are read. Raises `UsageError` if the path does not
-    exist, `DataError` if there is no file of a known format.
+    """The files of a source, in the order they are read: those of a path, of all paths that a
+    pattern matches (`data/train-*`, `**` for any folders), or what `folders.folder_files` chooses
+    of a folder. Raises `UsageError` if the path does not exist, `DataError` if there is no file of
+    a known format.
 
-    `held_out` selects the standard library's held-out packages and is meaningless for other
-    sources.
+    `held_out` selects what is measured on: the standard library's held-out packages, and of a
+    dataset's splits that of validation or test.
     """
     if source.path == STDLIB:
         return _stdlib_files(held_out)
     path = Path(source.path)
-    if not path.exists():
-        raise UsageError(f"{path}: no such file or folder")
-    if path.is_file():
-        if reader_for(path) is None:
-            raise DataError(
-                f"{path}: not a format that can be read; expected a name ending in "
-                f"{known_suffixes()}"
-            )
-        return [path]
-    files = _folder_files(path)
+    if path.exists():
+        paths = [path]
+    else:
+        paths = [Path(one) for one in sorted(glob.glob(source.path, recursive=True))]
+        if not paths:
+            found = "nothing matches" if glob.has_magic(source.path) else "no such file or folder"
+            raise UsageError(f"{path}: {found}")
+    files = []
+    for one in paths:
+        files += folder_files(one, held_out=held_out) if one.is_dir() else [_checked(one)]
     if not files:
         raise DataError(
             f"{path}: nothing to read in it; expected files ending in {known_suffixes()}"
         )
-    return files
+    return list(dict.fromkeys(files))
 
 
 def read_file(file: Path) -> Documents:
@@ -87,39 +89,13 @@ def read_file(file: Path) -> Documents:
     return (reader_for(file) or read_arrow_stream)(file)
 
 
-def _folder_files(folder: Path) -> list[Path]:
-    """Files of known formats, recursively, by name; hidden files and folders are left out."""
-    found = []
-    for root, folders, files in os.walk(folder):
-        here = Path(root)
-        if (here / "dataset_dict.json").is_file():
-            splits = ", ".join(str(here / name) for name in sorted(folders))
-            raise DataError(f"{here}: a dataset of several splits; name one of {splits}")
-        if (here / "state.json").is_file() and (here / "dataset_info.json").is_file():
-            folders.clear()
-            found += _dataset_files(here)
-            continue
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        found += [
-            here / name
-            for name in sorted(files)
-            if not name.startswith(".") and reader_for(here / name)
-        ]
-    return found
-
-
-def _dataset_files(folder: Path) -> list[Path]:
-    """Data files of a folder that `datasets.save_to_disk` wrote."""
-    try:
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        files = [folder / entry["filename"] for entry in state["_data_files"]]
-    except (ValueError, KeyError, TypeError):
+def _checked(file: Path) -> Path:
+    """The file, if its format is known. Raises `DataError`."""
+    if reader_for(file) is None:
         raise DataError(
-            f"{folder / 'state.json'}: not the list of data files that datasets.save_to_disk writes"
-        ) from None
-    if missing := next((file for file in files if not file.is_file()), None):
-        raise DataError(f"{missing}: no such file; state.json beside it names it")
-    return files
+            f"{file}: not a format that can be read; expected a name ending in {known_suffixes()}"
+        )
+    return file
 
 
 def _stdlib_files(held_out: bool) -> list[Path]:

@@ -57,10 +57,14 @@ def write_array_record(path, rows):
     writer.close()
 
 
+def write_json_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 WRITERS = {
-    "rows.jsonl": lambda path, rows: path.write_text(
-        "".join(json.dumps(row) + "\n" for row in rows)
-    ),
+    "rows.json": lambda path, rows: path.write_text(json.dumps(rows, indent=2)),
+    "rows.json.gz": lambda path, rows: path.write_bytes(gzip.compress(json.dumps(rows).encode())),
+    "rows.jsonl": write_json_lines,
     "rows.jsonl.gz": lambda path, rows: path.write_bytes(
         gzip.compress("\n".join(json.dumps(row) for row in rows).encode())
     ),
@@ -162,6 +166,7 @@ def test_bad_weights(text):
 
 
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+SYSTEM = {"role": "system", "content": "s"}
 TOOL = {"type": "function", "function": {"name": "f"}}
 CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
 
@@ -188,6 +193,71 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
             Document("o", messages=[USER, ANSWER]),
         ),
         (
+            {"conversations": [USER | {"from": None, "value": None}, ANSWER]},
+            Document("o", messages=[USER, ANSWER]),
+        ),
+        (
+            {
+                "system": "s",
+                "tools": json.dumps([TOOL]),
+                "conversations": [
+                    {"from": "human", "value": "q"},
+                    {"from": "function_call", "value": '{"name": "f", "arguments": {"a": null}}'},
+                    {"from": "observation", "value": "1"},
+                    {"from": "function_call", "value": '[{"name": "f"}, {"name": "g"}]'},
+                    {"from": "tool", "value": "2"},
+                    {"from": "function_response", "value": "3"},
+                    {"from": "gpt", "value": "a"},
+                ],
+            },
+            Document(
+                "o",
+                messages=[
+                    SYSTEM,
+                    USER,
+                    calling(a=None),
+                    {"role": "tool", "content": "1"},
+                    {
+                        "role": "assistant",
+                        "content": "",
+                        "tool_calls": [CALL, {**CALL, "function": {"name": "g", "arguments": {}}}],
+                    },
+                    {"role": "tool", "content": "2"},
+                    {"role": "tool", "content": "3"},
+                    ANSWER,
+                ],
+                tools=[TOOL],
+            ),
+        ),
+        ({"prompt": "q ", "response": "a"}, Document("o", text="q a", given=2)),
+        (
+            {"prompt": [USER], "response": [ANSWER]},
+            Document("o", messages=[USER, ANSWER], given=1),
+        ),
+        (
+            {"prompt": [USER], "response": [ANSWER], "system": "s"},
+            Document("o", messages=[SYSTEM, USER, ANSWER], given=2),
+        ),
+        (
+            {"instruction": "q", "input": "", "output": "a"},
+            Document("o", messages=[USER, ANSWER]),
+        ),
+        ({"instruction": "q", "output": "a"}, Document("o", messages=[USER, ANSWER])),
+        (
+            {"instruction": "q", "input": "i", "output": "a", "system": "s"},
+            Document("o", messages=[SYSTEM, USER | {"content": "q\n\ni"}, ANSWER]),
+        ),
+        (
+            {"instruction": "q", "output": "a", "text": "q: a"},
+            Document("o", text="q: a"),
+        ),
+        (
+            {"messages": [SYSTEM, USER, ANSWER], "system": "other", "tools": [json.dumps(TOOL)]},
+            Document("o", messages=[SYSTEM, USER, ANSWER], tools=[TOOL]),
+        ),
+        ({"messages": [USER, ANSWER], "tools": ""}, Document("o", messages=[USER, ANSWER])),
+        ({"messages": [USER, ANSWER], "tools": "[]"}, Document("o", messages=[USER, ANSWER])),
+        (
             {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]},
             Document("o", messages=[{"role": "assistant", "content": "", "tool_calls": [CALL]}]),
         ),
@@ -212,6 +282,22 @@ def test_row_forms(row, expected):
         (
             {"conversations": [{"from": "robot", "value": "x"}]},
             'turn 0 of "conversations": expected .*human',
+        ),
+        (
+            {"conversations": [{"from": "function_call", "value": "f(1)"}]},
+            'turn 0 of "conversations": a function_call must be JSON',
+        ),
+        ({"conversations": [{"from": "function_call", "value": "3"}]}, "message 0: call 0 of"),
+        ({"messages": [USER], "tools": "f(x)"}, '"tools" is text, and not valid JSON'),
+        ({"messages": [USER], "tools": {"f": 1}}, '"tools" must be a list, not dict'),
+        ({"messages": [USER], "tools": [3]}, '"tools": tool 0: expected'),
+        ({"messages": [USER], "system": 3}, '"system" must be text, not int'),
+        ({"instruction": 3, "output": "a"}, '"instruction", "input" and "output" must be text'),
+        ({"instruction": "q", "response": "a"}, "unknown form, found the fields instruction, resp"),
+        ({"prompt": "q", "response": [ANSWER]}, '"prompt" and "response" must both be text'),
+        (
+            {"messages": [USER | {"content": [{"type": "image"}]}]},
+            "message 0: a part of type 'image': the model reads text alone",
         ),
     ],
 )
@@ -245,7 +331,7 @@ def test_unreadable_rows_name_file_and_line(tmp_path, name, content, reason):
     ("files", "message"),
     [
         ({}, "nothing to read in it; expected files ending in .jsonl"),
-        ({"dataset_dict.json": "{}"}, "several splits; name one of .*train"),
+        ({"dataset_dict.json": "{}"}, "nothing to read in it"),  # `train` is empty
         ({"state.json": "{}", "dataset_info.json": "{}"}, "state.json: not the list of data files"),
         (
             {
@@ -265,6 +351,8 @@ def test_unreadable_rows_name_file_and_line(tmp_path, name, content, reason):
         ),
         ({"a.arrayrecord": "junk"}, "a.arrayrecord: damaged ArrayRecord file"),
         ({"a.jsonl.gz": "junk"}, "a.jsonl.gz: damaged gzip file"),
+        ({"a.json.gz": "junk"}, "a.json.gz: damaged gzip file"),
+        ({"a.json": '[{"text": "a"},'}, "a.json: not valid JSON .*line 1 column 16"),
     ],
 )
 def test_folders_and_files_that_cannot_be_read(tmp_path, files, message):

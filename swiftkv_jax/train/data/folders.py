@@ -1,0 +1,120 @@
+"""Files of a folder that are read: those of a dataset, without its card and with one of its splits,
+or all text."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ...errors import DataError
+from .formats import is_json, is_text, reader_for
+from .splits import choose_split, split_files
+
+logger = logging.getLogger(__name__)
+
+_CARDS = frozenset(
+    "readme license licence notice citation changelog contributing code_of_conduct security".split()
+)
+"""Names, without their ending, of text about a folder's files."""
+_ABOUT = frozenset("config dataset_info dataset_infos dataset_dict state".split())
+"""The same of JSON files."""
+
+
+def folder_files(folder: Path, *, held_out: bool) -> list[Path]:
+    """Files of known formats, recursively, by name; hidden files and folders are left out.
+
+    * Beside files of rows no card is read (`README.md`, `LICENSE.txt`), and no text at all where
+      the card is one of the Hugging Face Hub, which begins with `---`.
+    * Of several splits the one for training is read, or with `held_out` one to measure on
+      (`splits.choose_split`).
+    * `.json` files are rows where nothing else is.
+
+    Raises `DataError` if the split is not clear, or a dataset that `datasets.save_to_disk` wrote is
+    damaged.
+    """
+    found = list(_walk(folder, held_out))
+    rows = [file for file in found if not (is_text(file) or is_json(file))]
+    texts = [file for file in found if is_text(file)]
+    own = [file for file in texts if file.name.partition(".")[0].lower() not in _CARDS]
+    objects = [
+        file for file in found if is_json(file) and file.name.partition(".")[0] not in _ABOUT
+    ]
+    if not rows and not own and objects:
+        return _of_split(folder, objects, held_out)
+    if objects:
+        _say(f"{folder}: .json files are not read beside other files: name them to read them")
+    if not rows:
+        splits = split_files(folder, own or texts)
+        # Source code has folders `test` too; these folders hold nothing but splits.
+        is_split = "train" in splits and sum(map(len, splits.values())) == len(own or texts)
+        return _of_split(folder, own or texts, held_out) if is_split else texts
+    chosen = set(_of_split(folder, rows, held_out))
+    if own and _is_on_the_hub(folder):
+        _say(f"{folder}: a dataset of the Hugging Face Hub: its text files are not read")
+        own = []
+    chosen |= set(own)
+    return [file for file in found if file in chosen]
+
+
+def _of_split(folder: Path, files: Sequence[Path], held_out: bool) -> list[Path]:
+    """Those of `files` that are read: all, or those of a split."""
+    splits = split_files(folder, files)
+    if not splits:
+        return list(files)
+    split = choose_split(folder, splits, held_out=held_out)
+    chosen = splits[split]
+    if len(chosen) < len(files):
+        _say(
+            f"{folder}: reading its split {split}, {len(chosen)} of {len(files)} files; the splits "
+            f"are {', '.join(splits)}"
+        )
+    return chosen
+
+
+def _walk(folder: Path, held_out: bool) -> Iterator[Path]:
+    for root, folders, files in os.walk(folder):
+        here = Path(root)
+        if (here / "dataset_dict.json").is_file():
+            splits = {name: [here / name] for name in sorted(folders) if not name.startswith(".")}
+            split = choose_split(here, splits, held_out=held_out)
+            _say(f"{here}: reading its split {split}; the splits are {', '.join(splits)}")
+            folders[:] = [split]
+            continue
+        if (here / "state.json").is_file() and (here / "dataset_info.json").is_file():
+            folders.clear()
+            yield from _dataset_files(here)
+            continue
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(files):
+            if not name.startswith(".") and reader_for(here / name):
+                yield here / name
+
+
+def _dataset_files(folder: Path) -> list[Path]:
+    """Data files of a folder that `datasets.save_to_disk` wrote."""
+    try:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        files = [folder / entry["filename"] for entry in state["_data_files"]]
+    except (ValueError, KeyError, TypeError):
+        raise DataError(
+            f"{folder / 'state.json'}: not the list of data files that datasets.save_to_disk writes"
+        ) from None
+    if missing := next((file for file in files if not file.is_file()), None):
+        raise DataError(f"{missing}: no such file; state.json beside it names it")
+    return files
+
+
+def _is_on_the_hub(folder: Path) -> bool:
+    """Whether the folder has a dataset card: a README that begins with metadata."""
+    card = folder / "README.md"
+    return card.is_file() and card.read_bytes().startswith(b"---")
+
+
+@functools.cache
+def _say(line: str) -> None:
+    """Log a line once: the files of a source are looked up more than once."""
+    logger.info("%s", line)
