@@ -15,6 +15,16 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 
+_REMEDIES = {
+    "Unimplemented keys": "; leave these keywords out of the schema, and check the answer for them",
+    "coerce_one_of": "; use `anyOf`, here the same where no value fits two of the options",
+    "look-around": "; write the pattern without it, or leave it out and check the answer",
+    "backreferences": "; write the pattern without them, or leave it out and check the answer",
+    "min/maxProperties only": "; require all of them, or leave the keyword out",
+}
+"""What llguidance says of a grammar -> what to do."""
+
+
 @dataclasses.dataclass(frozen=True)
 class TokenizerDescription:
     """What llguidance needs of a tokenizer."""
@@ -57,7 +67,10 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     )
     found = LLMatcher(tokenizer, _with_hidden_names(grammar), limits=limits, log_level=0)
     if found.is_error():
-        raise UsageError(f"the grammar is refused: {one_line(found.get_error())}")
+        message = found.get_error()
+        remedies = (remedy for cause, remedy in _REMEDIES.items() if cause in message)
+        remedy = next(remedies, "")
+        raise UsageError(f"the grammar is refused: {one_line(message)}{remedy}")
     return found
 
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import decimal
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -21,26 +19,19 @@ import numpy as np
 from ..errors import UsageError
 from .compile_grammar import TokenizerDescription, compile_grammar, one_line
 from .engine.grammar import mask_words
+from .json_schema import MAX_GRAMMAR_LENGTH, MAX_REGEX_LENGTH, checked_schema
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
     from .engine.grammar import Matcher
 
-MAX_GRAMMAR_LENGTH = 64 * 1024
-"""Characters of a schema or a grammar."""
-MAX_REGEX_LENGTH = 4096
 MAX_CHOICES = 512
-MAX_DEPTH = 64
-"""Depth to which a schema may be nested."""
 MAX_COMPILED_LENGTH = 4 * MAX_GRAMMAR_LENGTH
 """Characters of all grammars of one request."""
 _LARK_REGEX = re.compile(r'"(?:\\.|[^"\\\n])*+"?|//[^\n]*|/((?:\\[\s\S]|[^/\\])++)/?')
 """Texts, comments, and regular expressions (the group) of a grammar in Lark's syntax, also those
 that do not end: each character is looked at once."""
-MAX_MULTIPLE = 200_000
-"""Of what `multipleOf` says in a schema, as whole numbers of its last decimal place: their sum, and
-their least common multiple. A compiled one has as many states."""
 _JSON: Mapping[str, Any] = {
     "whitespace_pattern": r"[\x20\x0A]{0,16}",
     "json_allowed_escapes": '"\\bfnrt',
@@ -118,60 +109,6 @@ def json_grammar(schema: str | bool | Mapping[str, Any] | None) -> str:
 def json_options(schema: Mapping[str, Any]) -> str:
     """A checked schema as JSON, with the options under which llguidance compiles it."""
     return json.dumps({**schema, "x-guidance": _JSON})
-
-
-def checked_schema(schema: str | bool | Mapping[str, Any] | None) -> dict[str, Any]:
-    """A JSON schema as an object. Raises `UsageError` for one that is none, or too large."""
-    if schema is True:
-        return {"type": "object"}
-    try:
-        found = json.loads(schema) if isinstance(schema, str) else schema
-        text = json.dumps(found)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"`json` is not a JSON schema: {one_line(error)}") from None
-    if not isinstance(found, Mapping):
-        raise UsageError("`json` must be a JSON schema, that is an object, or True")
-    if len(text) > MAX_GRAMMAR_LENGTH:
-        raise UsageError(f"`json` has more than {MAX_GRAMMAR_LENGTH} characters")
-    level: list[Any] = [found]
-    multiples: list[Any] = []
-    for _ in range(MAX_DEPTH):
-        for one in level:
-            if isinstance(one, Mapping):
-                _check_keywords(one)
-                multiples.append(one.get("multipleOf"))
-        level = [each for one in level for each in _inside(one)]
-        if not level:
-            _check_multiples(multiples)
-            return dict(found)
-    raise UsageError(f"`json` is nested more than {MAX_DEPTH} deep")
-
-
-def _check_keywords(schema: Mapping[str, Any]) -> None:
-    if "x-guidance" in schema:
-        raise UsageError("`x-guidance` in a schema is not supported")
-    pattern = schema.get("pattern")
-    if isinstance(pattern, str) and len(pattern) > MAX_REGEX_LENGTH:
-        raise UsageError(f"`pattern` in a schema has more than {MAX_REGEX_LENGTH} characters")
-
-
-def _check_multiples(values: list[Any]) -> None:
-    """Of one schema; what is no number above 0 is refused when it is compiled."""
-    numbers = [decimal.Decimal(str(one)) for one in values if type(one) in (int, float) and one > 0]
-    if not numbers or not all(number.is_finite() for number in numbers):
-        return
-    places = max(max(0, -int(number.normalize().as_tuple().exponent)) for number in numbers)
-    if places <= 12 and max(numbers) <= MAX_MULTIPLE:
-        scaled = [int(number.scaleb(places)) for number in numbers]
-        if max(sum(scaled), math.lcm(*scaled)) <= MAX_MULTIPLE:
-            return
-    raise UsageError("`multipleOf` in a schema: too large, or too many together")
-
-
-def _inside(value: Any) -> list[Any]:
-    """Objects and lists within one."""
-    inside = value.values() if isinstance(value, Mapping) else value
-    return [each for each in inside if isinstance(each, Mapping | list)]
 
 
 class GrammarCompiler:

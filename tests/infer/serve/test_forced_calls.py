@@ -189,3 +189,15 @@ def test_errors_of_forced_calls_name_the_tools(qwen, monkeypatch):
     ):
         status, answer = qwen.post(CHAT, chat(**form))
         assert status == 400 and answer["error"]["param"] == param, answer
+
+
+def test_schemas_that_cannot_be_followed_are_refused_for_forced_calls_alone(qwen, says):
+    """With `auto` the arguments are what the model writes."""
+    tool = tool_of(("days",))
+    tool["function"]["parameters"]["properties"]["days"] = {"type": "integer", "maximum": 2**64 - 1}
+    status, answer = qwen.post(CHAT, chat(tools=[tool], tool_choice="required"))
+    assert status == 400 and answer["error"]["param"] == "tools[0].function.parameters"
+    assert "`maximum` in a schema" in answer["error"]["message"]
+    says("It is late.", qwen.app.tokenizer)
+    (choice,) = qwen.post(CHAT, chat(tools=[tool]))[1]["choices"]
+    assert choice["message"]["content"] == "It is late." and choice["finish_reason"] == "stop"

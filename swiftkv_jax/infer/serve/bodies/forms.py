@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from ....errors import UsageError
-from ...structured_outputs import (
-    StructuredOutputs,
-    checked_schema,
-    json_grammar,
-)
-from ..errors import invalid, unsupported
+from ...json_schema import checked_schema, read_schema
+from ...structured_outputs import StructuredOutputs, json_grammar
+from ..errors import APIError, invalid, unsupported
 from ..protocol import ChatBody, NamedToolChoice, Sampling, Tool
 from ..text.tool_calls import ToolCallParser
 from ..text.tool_formats import ToolFormat
 from .call_grammars import calls_grammar
 
 MAX_TOOLS = 128
-NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+NO_ARGUMENTS: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+}
 """Schema of a function that names no parameters: at OpenAI it has none."""
 
 
@@ -29,8 +32,8 @@ class Form:
     """In llguidance's form; None for free text."""
     param: str = ""
     """Field that asks for the grammar."""
-    tools: tuple[str, ...] = ()
-    """Functions that the answer may call."""
+    tools: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    """Functions that the answer may call -> schemas of their arguments."""
     tool_format: ToolFormat | None = None
     single_call: bool = False
 
@@ -55,27 +58,27 @@ def form_of(body: Sampling, tool_format: ToolFormat | None) -> Form:
         if choice not in (None, "none", "auto"):
             raise invalid("tool_choice", "`tool_choice` needs `tools`")
         return Form(grammar, param)
-    names, choice = _check_tools(body, tool_format), body.tool_choice or "auto"
+    tools, choice = _check_tools(body, tool_format), body.tool_choice or "auto"
     if choice == "none":
         return Form(grammar, param)
     assert tool_format is not None
     single = body.parallel_tool_calls is False
     if choice == "auto" and grammar is not None:
         return Form(grammar, param)  # the form leaves no room for a call
-    form = Form(grammar, param, tuple(names), tool_format, single)
+    form = Form(grammar, param, tools, tool_format, single)
     if isinstance(choice, NamedToolChoice):
         name = choice.function.name
-        if name not in names:
+        if name not in tools:
             raise invalid("tool_choice", f"`tool_choice`: {name!r} is not one of the tools")
-        names, form = [name], dataclasses.replace(form, tools=(name,), single_call=True)
+        form = dataclasses.replace(form, tools={name: tools[name]}, single_call=True)
     elif choice == "auto":
         return form
     if grammar is not None:
         raise invalid(param, f"`{param}` does not go with a `tool_choice` that asks for calls")
-    called = [tool.function for tool in body.tools if tool.function.name in names]
     schemas = {
-        one.name: NO_ARGUMENTS if one.parameters is None else {"type": "object"} | one.parameters
-        for one in called
+        tool.function.name: _followed(tools[tool.function.name], f"tools[{number}].function")
+        for number, tool in enumerate(body.tools)
+        if tool.function.name in form.tools
     }
     lark = calls_grammar(schemas, tool_format, single=form.single_call)
     return dataclasses.replace(form, grammar=lark, param="tools")
@@ -121,23 +124,36 @@ def check_takes_tools(tools: list[Tool] | None, tool_format: ToolFormat | None) 
         raise unsupported("tools", "this model's chat template takes no tools")
 
 
-def _check_tools(body: ChatBody, tool_format: ToolFormat | None) -> list[str]:
-    """The names of the tools. Raises `APIError`."""
+def _check_tools(body: ChatBody, tool_format: ToolFormat | None) -> dict[str, Mapping[str, Any]]:
+    """The tools by their names, with the schemas of their arguments. Raises `APIError`."""
     tools = body.tools or []
     if not 1 <= len(tools) <= MAX_TOOLS:
         raise invalid("tools", f"`tools` must have 1 to {MAX_TOOLS} tools")
     check_takes_tools(tools, tool_format)
-    names = [tool.function.name for tool in tools]
+    found: dict[str, Mapping[str, Any]] = {}
     for number, tool in enumerate(tools):
-        param = f"tools[{number}].function"
-        if tool.function.name in names[:number]:
-            raise invalid(f"{param}.name", f"two tools are called {tool.function.name!r}")
+        param, name, schema = f"tools[{number}].function", tool.function.name, NO_ARGUMENTS
+        if name in found:
+            raise invalid(f"{param}.name", f"two tools are called {name!r}")
         if tool.function.parameters is not None:
-            if tool.function.parameters.get("type", "object") != "object":
+            schema = {"type": "object"} | tool.function.parameters
+            if schema["type"] != "object":
                 raise invalid(f"{param}.parameters", "`parameters` must be of type object")
             try:
-                checked_schema(tool.function.parameters)
+                read_schema(schema)
             except UsageError as error:
-                message = str(error).replace("`json`", "`parameters`")
-                raise invalid(f"{param}.parameters", message) from None
-    return names
+                raise _of_parameters(error, param) from None
+        found[name] = schema
+    return found
+
+
+def _followed(schema: Mapping[str, Any], param: str) -> dict[str, Any]:
+    """A schema that the arguments of a forced call follow. Raises `APIError`."""
+    try:
+        return checked_schema(schema)
+    except UsageError as error:
+        raise _of_parameters(error, param) from None
+
+
+def _of_parameters(error: UsageError, param: str) -> APIError:
+    return invalid(f"{param}.parameters", str(error).replace("`json`", "`parameters`"))
