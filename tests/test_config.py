@@ -90,9 +90,9 @@ REFUSED = {
         "rope_scaling.*longrope.*long_factor, short_factor",
     ),
     "yarn without a factor": ({"rope_scaling": {"type": "yarn"}}, "rope_scaling.*yarn.*factor"),
-    "dynamic": (
-        {"rope_parameters": {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4}},
-        "rope_parameters.*dynamic",
+    "dynamic without a factor": (
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}},
+        "rope_parameters.*dynamic.*factor",
     ),
     "incomplete llama3": (
         {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from ..config import Config
 from ..errors import CheckpointError
 from ..model import Model
+from . import foreign
 from .hf_read import load_hf, open_hf, save_hf
 from .orbax_io import MANIFEST, load_orbax, open_orbax, save
 from .source import Quantization, Source
@@ -50,19 +51,13 @@ def is_orbax(path: str | os.PathLike[str]) -> bool:
     is neither."""
     path = Path(path)
     if not path.exists():
-        hint = (
-            ""
-            if path.is_absolute()
-            else (": models are local folders; `hf download NAME --local-dir DIR` gets one")
-        )
-        raise CheckpointError(f"{path}: no such file or directory{hint}")
+        raise CheckpointError(f"{path}: {foreign.missing(path)}")
     if not path.is_dir():
-        raise CheckpointError(f"{path}: a checkpoint is a directory")
+        raise CheckpointError(f"{path}: {foreign.not_a_directory(path)}")
     if (path / MANIFEST).is_file():
         return True
     if (path / "config.json").is_file():
         return False
-    raise CheckpointError(
-        f"{path}: not a checkpoint: looked for {MANIFEST} (written by save) and config.json "
-        f"(Hugging Face)"
-    )
+    looked_for = f"{MANIFEST} (written by save) and config.json (Hugging Face)"
+    reason = foreign.without_weights(path) or f"not a checkpoint: looked for {looked_for}"
+    raise CheckpointError(f"{path}: {reason}")

@@ -18,6 +18,7 @@ from ..io.files import write_json
 from ..model import AuxiliaryFiles
 from ..quantization import Format
 from .compressed_tensors import quantization_config
+from .foreign import check_no_pointer
 from .hf_config import config_from_hf, config_to_hf
 from .quantization_config import read_quantization_config
 from .tokenizer import TEMPLATES, read_tokenizer
@@ -61,6 +62,8 @@ def read_auxiliary_files(path: Path) -> tuple[Config, AuxiliaryFiles, tuple[int,
     names = [*TOKENIZER_FILES, GENERATION_CONFIG]
     names += sorted(f"{TEMPLATES}/{file.name}" for file in (path / TEMPLATES).glob("*.jinja"))
     contents = {name: (path / name).read_bytes() for name in names if (path / name).is_file()}
+    for name, content in contents.items():
+        check_no_pointer(path / name, content)
     generation = read_json(path / GENERATION_CONFIG) if GENERATION_CONFIG in contents else {}
     eos = generation.get("eos_token_id")
     eos_token_ids = _token_ids(path, hf_config.get("eos_token_id") if eos is None else eos)
@@ -166,6 +169,7 @@ def read_json(file: Path, error_type: type[CheckpointError] = CheckpointError) -
     except OSError as error:
         raise error_type(f"{file}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
+        check_no_pointer(file, file.read_bytes()[:64])
         raise error_type(f"{file}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
         raise error_type(f"{file}: expected a JSON object, found {type(value).__name__}")

@@ -76,7 +76,9 @@ _GLM = _COMMON | {
     "partial_rotary_factor": 0.5,
     "attention_bias": True,
 }
-_SILU = {"hidden_act": ("silu",), "mlp_bias": (False, None)}
+_SILU = {"hidden_act": ("silu",)}
+# Norms of queries and keys, in families that have them.
+_QK_NORM = {"use_qk_norm": (True, None)}
 _PRE_FEEDFORWARD = {"mlp_norm": "pre_feedforward_layernorm.weight"}
 _GATE_UP = {"mlp.gate_up_proj.weight": ("gate", "up")}
 _WINDOW_SWITCH = "use_sliding_window max_window_layers sliding_window layer_types"
@@ -98,6 +100,23 @@ IRRELEVANT = frozenset(
     remove_invalid_values unsloth_version unsloth_fixed embd_pdrop resid_pdrop
     residual_dropout output_router_logits router_aux_loss_coef cache_implementation
     neftune_noise_alpha transformers.js_config _sliding_window_pattern
+
+    hidden_dropout hidden_dropout_prob attention_probs_dropout_prob attn_pdrop attn_dropout dropout
+    classifier_dropout summary_first_dropout initializer_factor router_z_loss_coef loss_type
+    gradient_checkpointing use_gradient_checkpointing keys_to_ignore_at_inference
+
+    model_name model_name_or_path base_model_name_or_path base_model
+    _commit_hash commit_hash torch_version peft_version trl_version axolotl_version license
+    language tags
+
+    _flash_attn_2_enabled use_flash_attn use_flash_attention use_flash_attention_2 flash_attention
+    _attn_implementation_internal _experts_implementation
+
+    bos_token eos_token pad_token unk_token tokenizer_padding_side tokenizer_model_max_length
+    model_max_length max_sequence_length max_seq_len max_seq_length seq_length
+
+    max_new_tokens min_new_tokens max_time min_p epsilon_cutoff eta_cutoff penalty_alpha
+    renormalize_logits output_logits guidance_scale low_memory
     """.split()
 )
 
@@ -106,7 +125,8 @@ FAMILIES: dict[str, Family] = {
         "Llama",
         family_fields.read_llama,
         family_fields.write_llama,
-        fields="attention_bias sliding_window layer_types",
+        # The last says nothing where no window is switched on.
+        fields="attention_bias sliding_window layer_types max_window_layers",
         # SmolLM2's: the split halves that this package computes, and a mark of conversion scripts.
         neutral=_SILU
         | {
@@ -120,7 +140,7 @@ FAMILIES: dict[str, Family] = {
         "Mistral",
         family_fields.read_mistral,
         family_fields.write_window,
-        fields="attention_bias sliding_window layer_types",
+        fields="attention_bias sliding_window layer_types max_window_layers",
         neutral=_SILU,
         # transformers reads a file without the field as one with a window of 4096; null is none.
         defaults=_COMMON
@@ -135,7 +155,8 @@ FAMILIES: dict[str, Family] = {
         lambda hf: {"layer_kinds": windows_above(hf), "qkv_bias": True},
         family_fields.write_qwen2,
         fields=_WINDOW_SWITCH,
-        neutral=_SILU | {"use_mrope": (False, None), "attention_bias": (True, None)},
+        neutral=_SILU
+        | {"use_mrope": (False, None), "attention_bias": (True, None), "qkv_bias": (True, None)},
         defaults=_QWEN,
     ),
     "qwen3": Family(
@@ -143,7 +164,7 @@ FAMILIES: dict[str, Family] = {
         family_fields.read_qwen3,
         lambda config: family_fields.write_qwen2(config) | {"attention_bias": config.qkv_bias},
         fields=_WINDOW_SWITCH + " attention_bias",
-        neutral=_SILU,
+        neutral=_SILU | _QK_NORM,
         defaults=_QWEN | {"head_dim": 128},
     ),
     "qwen3_moe": Family(
@@ -155,6 +176,7 @@ FAMILIES: dict[str, Family] = {
         "moe_intermediate_size norm_topk_prob sliding_window max_window_layers",
         mlp_dim="moe_intermediate_size",
         neutral=_SILU
+        | _QK_NORM
         | {
             "use_sliding_window": (False, None),
             "decoder_sparse_step": (1, None),
@@ -237,7 +259,6 @@ FAMILIES: dict[str, Family] = {
             "attention_bias": (False, None),
             "full_attn_mod": (1, None),
             "interpolate_factor": (1, None),
-            "lm_head_bias": (False, None),
         },
         defaults=_COMMON
         | {
@@ -275,8 +296,8 @@ FAMILIES: dict[str, Family] = {
         "Ernie4_5",
         lambda hf: {"layer_kinds": one_kind(hf)},
         family_fields.write_ernie,
-        # With `use_bias` the MLP has biases too. The last is a divisor of positions.
-        neutral=_SILU | {"use_bias": (False, None), "compression_ratio": (1.0, None)},
+        # A divisor of positions.
+        neutral=_SILU | {"compression_ratio": (1.0, None)},
         defaults=_COMMON
         | {
             "head_dim": 128,
@@ -293,7 +314,7 @@ FAMILIES: dict[str, Family] = {
         family_fields.read_olmo2,
         family_fields.write_llama,
         fields="attention_bias",
-        neutral=_SILU | {"clip_qkv": (None,)},
+        neutral=_SILU | _QK_NORM,
         defaults=_COMMON | {"rms_norm_eps": 1e-5},
     ),
     "olmo3": Family(
@@ -301,7 +322,7 @@ FAMILIES: dict[str, Family] = {
         family_fields.read_olmo3,
         family_fields.write_olmo3,
         fields="attention_bias sliding_window layer_types",
-        neutral=_SILU | {"clip_qkv": (None,)},
+        neutral=_SILU | _QK_NORM,
         defaults=_COMMON | {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
     ),
     "gemma2": Family(
@@ -312,7 +333,6 @@ FAMILIES: dict[str, Family] = {
         # The last is `sliding_window` by another name.
         "attn_logit_softcapping final_logit_softcapping sliding_window_size",
         neutral={
-            "use_bidirectional_attention": (False, None),
             "hidden_act": ("gelu_pytorch_tanh",),
         },
         defaults=_GEMMA
@@ -330,9 +350,7 @@ FAMILIES: dict[str, Family] = {
         fields="attention_bias hidden_activation query_pre_attn_scalar sliding_window layer_types "
         "sliding_window_pattern final_logit_softcapping rope_local_base_freq",
         neutral={
-            # The class has the field and does not use it.
-            "attn_logit_softcapping": (None,),
-            "use_bidirectional_attention": (False, None),
+            **_QK_NORM,
             "hidden_act": ("gelu_pytorch_tanh",),
         },
         defaults=_GEMMA

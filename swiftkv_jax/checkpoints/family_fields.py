@@ -22,7 +22,7 @@ from .hf_layer_kinds import (
     write_kinds,
     write_two_ropes,
 )
-from .hf_rope import rename_longrope, rope_from_hf, rope_to_hf
+from .hf_rope import longrope_attention, rename_longrope, rope_from_hf, rope_to_hf
 from .hf_values import agreed, check_integer, shown
 
 
@@ -204,7 +204,17 @@ def write_phi3(config: Config) -> dict[str, Any]:
     original = config.max_position_embeddings
     if longrope and rope.scaling is not None:
         original = rope.scaling.original_max_position_embeddings
-    return write_window(config) | {"original_max_position_embeddings": original}
+    fields = write_window(config) | {"original_max_position_embeddings": original}
+    if longrope and rope.scaling is not None:
+        default = longrope_attention(config.max_position_embeddings, original)
+        if math.isclose(rope.scaling.attention_factor, default, rel_tol=1e-9):
+            # transformers 4 reads these three fields and refuses others beside them.
+            fields["rope_scaling"] = {
+                "type": "longrope",
+                "short_factor": list(rope.scaling.short_factor),
+                "long_factor": list(rope.scaling.long_factor),
+            }
+    return fields
 
 
 def read_glm(hf: Fields) -> dict[str, Any]:

@@ -31,6 +31,32 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tie_encoder_decoder": (False, None),
     "pruned_heads": ({}, None),
     "logit_scale": (1.0, None),
+    "rotary_pct": (1.0, None),
+    "embedding_multiplier": (1.0, None),
+    "residual_multiplier": (1.0, None),
+    "logits_scaling": (1.0, None),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "clip_qkv": (None,),
+    "sliding_window": (None,),
+    "use_sliding_window": (False, None),
+    "bias": (False, None),
+    "use_bias": (False, None),
+    "mlp_bias": (False, None),
+    "lm_head_bias": (False, None),
+    "qkv_bias": (False, None),
+    "use_qk_norm": (False, None),
+    "qk_layernorm": (False, None),
+    "alibi": (False, None),
+    "parallel_attn": (False, None),
+    "use_parallel_residual": (False, None),
+    "use_bidirectional_attention": (False, None),
+    "num_nextn_predict_layers": (0, None),
+    "shared_expert_intermediate_size": (0, None),
+    "n_shared_experts": (0, None),
+    "num_shared_experts": (0, None),
+    "num_experts": (0, None),
+    "num_local_experts": (0, None),
 }
 
 _USED = frozenset(
@@ -178,7 +204,7 @@ def _check_fields(hf: Mapping[str, Any], family: Family) -> None:
         if name not in neutral and name not in IRRELEVANT and name not in used:
             raise ConfigError(
                 f"unknown field {shown(name)} (value {shown(value)}): it may change the model, so "
-                f"it is not ignored"
+                f"it is not ignored; if it changes nothing, remove it"
             )
 
 

@@ -27,7 +27,7 @@ from ..errors import CheckpointError
 from ..model import Model
 from ..quantization import SCALE, VALUES, Format, Scheme, refuse_quantized
 from ..stacks import split_layers
-from . import source
+from . import foreign, source
 from .auxiliary import load_tokenizer, read_auxiliary_files, read_json
 from .encoded import Tensor, join_tensors
 from .hf_write import BASE_DIGEST, DELTA, FORMAT, INDEX, SINGLE_FILE, base_model_digest, save_hf
@@ -36,7 +36,14 @@ from .safetensors_io import DTYPES, WIDE, Stored, read_header, same_values
 from .source import Quantization, Source
 from .tensor_map import MappedLeaf, by_name, check_no_problems, first_of, leaves, to_trees
 from .tensor_reader import TensorReader
-from .wrapped import BY_ITSELF, TensorNames, is_vision, is_wrapped, tensor_names
+from .wrapped import (
+    BY_ITSELF,
+    TensorNames,
+    is_vision,
+    is_wrapped,
+    tensor_names,
+    ties_without_head,
+)
 
 __all__ = ["delta_config", "load_delta", "load_hf", "open_delta", "open_hf", "save_hf"]
 
@@ -45,8 +52,8 @@ _INERT = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 # Scales of a quantised KV cache, as vLLM and compressed-tensors name them.
 _CACHE_SCALE = re.compile(r"\.([kv]_scale|kv_scale|[kv]_proj\.output_scale)$")
 _CODES: dict[Format, str] = {"fp8": "F8_E4M3", "int8": "I8"}
+_MODELOPT = "hf_quant_config.json"
 _HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 
 
 def load_hf(
@@ -130,17 +137,25 @@ def open_hf(path: str | os.PathLike[str], config: Config | None = None) -> Sourc
     `config` as in `load_hf`."""
     path = Path(path)
     file_config, auxiliary_files, eos_token_ids = read_auxiliary_files(path)
+    fields = auxiliary_files.hf_config.get("quantization_config")
+    if fields is None and (path / _MODELOPT).is_file():
+        raise CheckpointError(
+            f"{path / _MODELOPT}: weights that ModelOpt has quantised are not supported; get the "
+            f"model that they were made from, or one in another format"
+        )
     stored, metadata = _read_weights(path)
-    names = BY_ITSELF
-    if is_wrapped(read_json(path / "config.json")):
+    names, whole = BY_ITSELF, read_json(path / "config.json")
+    if is_wrapped(whole):
         stored = [tensor for tensor in stored if not is_vision(tensor.name)]
         names = tensor_names([tensor.name for tensor in stored])
+        has_head = any(tensor.name == names.in_file(_HEAD) for tensor in stored)
+        if ties_without_head(whole) and not has_head:
+            file_config = dataclasses.replace(file_config, tie_word_embeddings=True)
     if metadata.get(FORMAT) == DELTA:
         raise CheckpointError(
             f"{path}: holds only the trained tensors, not its base model; join them by convert "
             f"hf2orbax with its `base`"
         )
-    fields = auxiliary_files.hf_config.get("quantization_config")
     quantized = None if fields is None else read_quantization_config(fields)
     format = quantized and quantized.kept
     found: Sequence[Tensor] = stored
@@ -222,13 +237,8 @@ def _weight_files(path: Path) -> list[Path]:
         return [path / name for name in names]
     if (path / SINGLE_FILE).is_file():
         return [path / SINGLE_FILE]
-    if pickles := sorted(file.name for pattern in _PICKLES for file in path.glob(pattern)):
-        raise CheckpointError(
-            f"{path}: {first_of(pickles)}: pickle files can run code; convert to safetensors"
-        )
-    if gguf := sorted(file.name for file in path.glob("*.gguf")):
-        raise CheckpointError(f"{path}: {first_of(gguf)}: GGUF is not supported; use safetensors")
-    raise CheckpointError(f"{path}: no weights: looked for {INDEX} and {SINGLE_FILE}")
+    reason = foreign.without_weights(path) or f"no weights: looked for {INDEX} and {SINGLE_FILE}"
+    raise CheckpointError(f"{path}: {reason}")
 
 
 def _is_file(path: Path) -> bool:
@@ -296,6 +306,11 @@ def _match(
         ],
         "dtype not supported yet": typed,
     }
+    if [problem for found in problems.values() for problem in found] == [head]:
+        raise CheckpointError(
+            f"{path}: missing: {head}; if the head is the embedding, set tie_word_embeddings to "
+            f"true in config.json"
+        )
     check_no_problems(path, problems)
     return {ours[name]: tensor for name, tensor in found.items()}
 

@@ -16,9 +16,11 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 """What nested `rope_parameters` and `layer_types` call the kinds of layers."""
 
 # rope type -> fields that it needs, and those that it may have.
-_FIELDS: dict[RopeType | Literal["default"], tuple[frozenset[str], frozenset[str]]] = {
+_FIELDS: dict[RopeType | Literal["default", "dynamic"], tuple[frozenset[str], frozenset[str]]] = {
     "default": (frozenset(), frozenset()),
     "linear": (frozenset({"factor"}), frozenset()),
+    # Its frequencies change beyond max_position_embeddings only, which no text here reaches.
+    "dynamic": (frozenset({"factor"}), frozenset({"original_max_position_embeddings"})),
     "llama3": (
         frozenset(
             {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
@@ -28,8 +30,9 @@ _FIELDS: dict[RopeType | Literal["default"], tuple[frozenset[str], frozenset[str
     "yarn": (
         frozenset({"factor"}),
         frozenset(
+            # The last, of Nous' files, says how the model was trained.
             "original_max_position_embeddings attention_factor beta_fast beta_slow truncate mscale "
-            "mscale_all_dim".split()
+            "mscale_all_dim finetuned".split()
         ),
     ),
     "longrope": (
@@ -164,12 +167,15 @@ def _rope(
         return Rope(theta, None, fraction)
     for name, value in fields.items():
         _check_field(field, name, value, name in needed)
+    if kind == "dynamic":
+        _check_dynamic(hf, field, fields)
+        return Rope(theta, None, fraction)
     if kind in ("yarn", "longrope"):
         fields = _resolved(hf, field, kind, fields)
     return Rope(theta, RopeScaling(rope_type=kind, **fields), fraction)
 
 
-def _rope_type(field: str, rope: Mapping[str, Any]) -> RopeType | Literal["default"]:
+def _rope_type(field: str, rope: Mapping[str, Any]) -> RopeType | Literal["default", "dynamic"]:
     names = {f"{field}: {name}": rope.get(name) for name in ("rope_type", "type")}
     kind = agreed(names)
     if kind is None:
@@ -186,9 +192,9 @@ def _check_field(field: str, name: str, value: Any, needed: bool) -> None:
     where it is not needed; transformers computes a `factor` for it."""
     if value is None and name != "truncate" and (name == "factor" or not needed):
         return
-    if name == "truncate":
+    if name in ("truncate", "finetuned"):
         if not isinstance(value, bool):
-            raise ConfigError(f"{field}: truncate={shown(value)} must be true or false")
+            raise ConfigError(f"{field}: {name}={shown(value)} must be true or false")
     elif name in ("short_factor", "long_factor"):
         if not isinstance(value, list):
             raise ConfigError(f"{field}: {name}={shown(value)} must be a list")
@@ -199,6 +205,27 @@ def _check_field(field: str, name: str, value: Any, needed: bool) -> None:
     # transformers takes a 0 of these two for null.
     elif name not in ("mscale", "mscale_all_dim") or type(value) not in (int, float) or value:
         check_number(f"{field}: {name}", value)
+
+
+def _check_dynamic(hf: Mapping[str, Any], field: str, fields: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` unless the frequencies are the unscaled ones at all positions of the
+    model."""
+    name = "original_max_position_embeddings"
+    longest = hf.get("max_position_embeddings")
+    original = agreed({name: hf.get(name), f"{field}: {name}": fields.get(name)})
+    if original is not None and longest is not None and original < longest:
+        raise ConfigError(
+            f"{field}: rope_type='dynamic' is supported up to the positions that need no scaling: "
+            f"set max_position_embeddings={longest} to {name}={original}"
+        )
+
+
+def longrope_attention(longest: int | None, original: int, factor: float | None = None) -> float:
+    """The `attention_factor` of longrope where a file states none, of transformers'
+    `modeling_rope_utils`. `factor` None is `longest / original`."""
+    if factor is None:
+        factor = (original if longest is None else longest) / original
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
 def _resolved(
@@ -214,19 +241,18 @@ def _resolved(
         raise ConfigError(f"{field}: rope_type={kind!r} needs {name}")
     if check_integer(name, original) <= 1:
         raise ConfigError(f"{name}={original!r} must be above 1")
-    factor = fields.get("factor")
-    if factor is None:
-        factor = (original if longest is None else longest) / original
-    attention = fields.get("attention_factor")
+    factor, attention = fields.get("factor"), fields.get("attention_factor")
     if kind == "longrope":
         if attention is None:
-            attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+            attention = longrope_attention(longest, original, factor)
         return {
             "short_factor": tuple(fields["short_factor"]),
             "long_factor": tuple(fields["long_factor"]),
             "original_max_position_embeddings": original,
             "attention_factor": attention,
         }
+    if factor is None:
+        factor = (original if longest is None else longest) / original
     if attention is None:
         scale, scale_all = fields.get("mscale"), fields.get("mscale_all_dim")
         if scale and scale_all:
@@ -268,6 +294,6 @@ def _alike(field: str, rope: Mapping[str, Any]) -> dict[str, Any]:
     fields = {
         name: value
         for name, value in rope.items()
-        if name not in ("rope_theta", "rope_type", "type", "partial_rotary_factor")
+        if name not in ("rope_theta", "rope_type", "type", "partial_rotary_factor", "finetuned")
     }
     return fields | {"rope_type": _rope_type(field, rope)}

@@ -2,7 +2,7 @@
 
 Fields are those of transformers (`utils/quantization_config.py`), of vLLM
 (`model_executor/layers/quantization/`) and of the tools that write them: AutoFP8, AutoGPTQ,
-GPTQModel, AutoAWQ. One that could change the values and is not listed is an error.
+GPTQModel, AutoAWQ, auto-round. One that could change the values and is not listed is an error.
 """
 
 from __future__ import annotations
@@ -47,6 +47,21 @@ _GPTQ = {
     "pack_dtype": ("int32", None),
     "is_marlin_format": (False, None),
 }
+# auto-round writes what it was asked for: what else it can quantise, which must be off.
+_AUTO_ROUND = {
+    "act_bits": (16, 32, None),
+    "data_type": ("int", None),
+    "act_data_type": ("float", "fp16", "bf16", "int", None),
+    "static_kv_dtype": (None,),
+    "static_attention_dtype": (None,),
+    "super_bits": (None,),
+    "super_group_size": (None,),
+    "rotation_config": (None, {}),
+    "rotation_configs": (None, []),
+    "extra_config": (None, {}),
+    "regex_config": (None, {}),
+    "quant_lm_head": (False, None),
+}
 # How the values were found, and what programs are to do with them. transformers 5 writes most of
 # these in files of AWQ too.
 _HOW_FOUND = frozenset(
@@ -55,6 +70,11 @@ _HOW_FOUND = frozenset(
     meta act_group_aware hyb_act batch_size block_name_to_quantize cache_block_outputs dataset
     tokenizer max_input_length model_seqlen module_name_preceding_first_block pad_token_id backend
     exllama_config
+
+    autoround_version provider enable_quanted_input enable_minmax_tuning enable_norm_bias_tuning
+    static_attention_granularity static_kv_granularity to_quant_block_names quant_block_list
+    supported_types act_group_size act_sym act_dynamic amp iters seqlen nsamples lr minmax_lr
+    gradient_accumulate_steps low_gpu_mem_usage low_cpu_mem_usage scale_dtype
     """.split()
 )
 _GPTQ_OTHERS = _HOW_FOUND | frozenset(
@@ -123,7 +143,7 @@ def _fbgemm_fp8(fields: Fields) -> QuantizationConfig:
 
 
 def _gptq(fields: Fields) -> QuantizationConfig:
-    check_fields(WHERE, fields, _GPTQ, _GPTQ_OTHERS)
+    check_fields(WHERE, fields, _GPTQ | _AUTO_ROUND, _GPTQ_OTHERS)
     names = ("checkpoint_format", "format")
     stored = agreed({f"{WHERE}.{name}": fields.get(name) for name in names})
     format = WeightFormat(
@@ -145,7 +165,7 @@ def _gptq(fields: Fields) -> QuantizationConfig:
 
 
 def _awq(fields: Fields) -> QuantizationConfig:
-    check_fields(WHERE, fields, _AWQ, _AWQ_OTHERS)
+    check_fields(WHERE, fields, _AWQ | _AUTO_ROUND, _AWQ_OTHERS)
     format = WeightFormat("awq", 4, (1, _group_size(fields)))
     wide = _names(fields, "modules_to_not_convert")
     return QuantizationConfig("awq", ((("Linear",), format),), wide)

@@ -20,6 +20,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError
+from .foreign import check_no_pointer
 
 DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
@@ -79,6 +80,9 @@ def read_header(file: Path) -> tuple[list[Stored], dict[str, str]]:
     except FileNotFoundError:
         raise CheckpointError(f"{file}: no such file") from None
     except (SafetensorError, OSError, ValueError, AttributeError, TypeError) as error:
+        if file.is_file():
+            with file.open("rb") as opened:
+                check_no_pointer(file, opened.read(64))
         raise CheckpointError(
             f"{file}: not a complete safetensors file ({error}); copy or download it again"
         ) from None

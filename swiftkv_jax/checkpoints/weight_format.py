@@ -122,7 +122,7 @@ def check_fields(
         if name not in allowed and name not in others:
             raise ConfigError(
                 f"{where}: unknown field {shown(name)} (value {shown(value)}): it may change the "
-                f"model, so it is not ignored"
+                f"model, so it is not ignored; if it changes nothing, remove it"
             )
     return fields
 

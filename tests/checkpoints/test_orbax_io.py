@@ -147,19 +147,6 @@ def test_layers_can_be_split_elsewhere_while_loading(saved, cut):
 # Bad input --------------------------------------------------------------------
 
 
-def test_paths_that_are_no_checkpoint(tmp_path):
-    hint = "no such file or directory: models are local folders; `hf download NAME"
-    with pytest.raises(CheckpointError, match=hint):
-        load("meta-llama/Llama-3.1-8B")
-    with pytest.raises(CheckpointError, match=f"{tmp_path / 'none'}: no such file or directory$"):
-        load(tmp_path / "none")
-    with pytest.raises(CheckpointError, match="looked for manifest.json .* and config.json"):
-        load(tmp_path)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="a checkpoint is a directory"):
-        load(tmp_path / "file")
-
-
 def payload(path: Path, leaf: str) -> Path:
     """The file that holds a leaf's numbers."""
     return max(

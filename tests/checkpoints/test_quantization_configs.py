@@ -85,6 +85,48 @@ def test_as_gptqmodel_writes_them():
     assert format.stored_zero == 0
 
 
+# What auto-round 0.15 and 0.16 write besides, of a model of 4 bits.
+AUTO_ROUND: dict[str, Any] = {
+    "act_bits": 16,
+    "act_data_type": "float",
+    "act_dynamic": True,
+    "act_group_size": 16,
+    "act_sym": True,
+    "amp": True,
+    "autoround_version": "0.15.1",
+    "batch_size": 8,
+    "data_type": "int",
+    "enable_minmax_tuning": True,
+    "enable_norm_bias_tuning": False,
+    "enable_quanted_input": True,
+    "gradient_accumulate_steps": 1,
+    "iters": 200,
+    "low_gpu_mem_usage": False,
+    "lr": 0.005,
+    "minmax_lr": 0.005,
+    "nsamples": 128,
+    "provider": "auto-round",
+    "quant_block_list": None,
+    "regex_config": {},
+    "rotation_configs": [],
+    "scale_dtype": "torch.float16",
+    "seqlen": 2048,
+    "static_attention_dtype": None,
+    "static_attention_granularity": "tensor",
+    "static_kv_dtype": None,
+    "static_kv_granularity": "tensor",
+    "super_bits": None,
+    "super_group_size": None,
+    "supported_types": ["Linear"],
+    "to_quant_block_names": "model.layers",
+}
+
+
+@pytest.mark.parametrize("fields", [gptq_config(), gptq_config(bits=8, group=-1), AWQ])
+def test_as_auto_round_writes_them(fields):
+    assert read_quantization_config(fields | AUTO_ROUND) == read_quantization_config(fields)
+
+
 REFUSED = [  # format, other fields, what the error says
     ("gptq", {"quant_method": "modelopt"}, "quant_method='modelopt' is not supported; supported: "),
     ("gptq", {"quant_method": ["gptq"]}, r"quant_method=\['gptq'\] is not supported"),
@@ -93,7 +135,12 @@ REFUSED = [  # format, other fields, what the error says
     ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format='marlin' is not supported"),
     ("gptq", {"lm_head": True}, "lm_head=True is not supported"),
     ("gptq", {"dynamic": {"+:.*mlp": {"bits": 8}}}, "dynamic=.* only rules that begin with -:"),
-    ("gptq", {"rotation": "hadamard"}, "unknown field 'rotation'"),
+    ("gptq", {"rotation": "hadamard"}, "unknown field 'rotation'.* changes nothing, remove it"),
+    ("gptq", {"act_bits": 8}, "act_bits=8 is not supported"),
+    ("gptq", {"data_type": "mx_fp"}, "data_type='mx_fp' is not supported"),
+    ("gptq", {"static_kv_dtype": "fp8"}, "static_kv_dtype='fp8' is not supported"),
+    ("gptq", {"rotation_configs": [{}]}, "rotation_configs=.* is not supported"),
+    ("awq", {"extra_config": {"model.layers.0": {"bits": 8}}}, "extra_config=.* is not supported"),
     ("awq", {"version": "gemv"}, "version='gemv' is not supported; supported: 'gemm'"),
     ("awq", {"bits": 8}, "bits=8 is not supported; supported: 4"),
     ("awq", {"modules_to_not_convert": "o_proj"}, "modules_to_not_convert='o_proj' must be a list"),

@@ -63,11 +63,11 @@ BAD = {
     ),
     "scale not finite": (
         lambda t: t.update({SCALE: t[SCALE] * np.float32(np.nan)}),
-        f"{SCALE} has scales that are negative or not finite",
+        f"{SCALE} has scales that are not finite",
     ),
-    "negative scale": (
-        lambda t: t.update({SCALE: -t[SCALE]}),
-        f"{SCALE} has scales that are negative or not finite",
+    "infinite scale": (
+        lambda t: t.update({SCALE: t[SCALE] * np.float32(np.inf)}),
+        f"{SCALE} has scales that are not finite",
     ),
 }
 

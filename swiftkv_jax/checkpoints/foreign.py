@@ -1,0 +1,87 @@
+"""What a path holds that is not a checkpoint of a kind that is read, and the way out: each text is
+the rest of an error message that begins with the path."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from ..errors import CheckpointError
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_POINTER = b"version https://git-lfs"
+"""How a Git LFS pointer begins: the text that stands for a large file which was not fetched."""
+_PICKLES = (".bin", ".pt", ".pth", ".pkl")
+ADAPTER = "adapter_config.json"
+
+
+def check_no_pointer(file: Path, content: bytes) -> None:
+    """Raise `CheckpointError` if a file, which begins with `content`, is a Git LFS pointer."""
+    if content.startswith(_POINTER):
+        raise CheckpointError(
+            f"{file}: a Git LFS pointer in the place of the file: `git lfs pull` in its folder "
+            f"fetches it"
+        )
+
+
+def missing(path: Path) -> str:
+    """Why a path that does not exist is no model."""
+    if path.is_absolute():
+        return "no such file or directory"
+    name, command = str(path), "`hf download NAME --local-dir DIR` gets one"
+    # The first part of a mistyped path is a folder.
+    if _HUB_NAME.fullmatch(name) and not path.parent.exists():
+        command = f"get it with `hf download {name} --local-dir {path.name}`"
+    return f"no such file or directory: models are local folders; {command}"
+
+
+def not_a_directory(path: Path) -> str:
+    """Why a file is no model. Raises `CheckpointError` for a Git LFS pointer."""
+    with path.open("rb") as opened:
+        begin = opened.read(len(_POINTER))
+    check_no_pointer(path, begin)
+    if begin.startswith(b"GGUF") or path.suffix == ".gguf":
+        return _gguf("")
+    if path.suffix in (".safetensors", ".json"):
+        return f"a checkpoint is a directory: give {path.parent}"
+    return "a checkpoint is a directory"
+
+
+def without_weights(path: Path) -> str | None:
+    """Why a directory has no weights that are read; None if nothing in it tells."""
+    names = sorted(file.name for file in path.iterdir())
+    if ADAPTER in names:
+        return _adapter(path / ADAPTER)
+    if found := [name for name in names if name.endswith(".gguf")]:
+        return _gguf(f"{_first(found)}: ")
+    if found := [name for name in names if name.endswith(_PICKLES) and name != "training_args.bin"]:
+        return (
+            f"{_first(found)}: pickle files can run code; convert to safetensors, with "
+            f"save_pretrained of transformers, or get the model's safetensors files"
+        )
+    if (path / "snapshots").is_dir():
+        return "a folder of the Hub's cache: give the folder of a revision within its snapshots/"
+    return None
+
+
+def _gguf(which: str) -> str:
+    return (
+        f"{which}GGUF is not supported; get the safetensors repository of the model that it was "
+        f"made from"
+    )
+
+
+def _adapter(file: Path) -> str:
+    try:
+        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        base = None
+    return (
+        f"{ADAPTER}: an adapter, not a model; merge it into its base{f' {base}' if base else ''} "
+        f"first, by merge_and_unload of peft, and save that with its tokenizer"
+    )
+
+
+def _first(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

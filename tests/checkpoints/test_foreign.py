@@ -1,0 +1,188 @@
+"""Paths that are no checkpoint of a kind that is read: the error says what they are, and the way
+out."""
+
+import json
+import os
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import swiftkv_jax as skv
+from swiftkv_jax import CheckpointError, ConfigError
+from swiftkv_jax.checkpoints.hf_read import load_hf
+from tests import tiny
+from tests.checkpoints.fp8_files import fp8_tensors, hf_fields, write
+from tests.checkpoints.hf_models import TIED, UNTIED, edit
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4976698672\n"
+
+
+def message(path) -> str:
+    """Of the error, without the path that it begins with. One line."""
+    with pytest.raises(CheckpointError) as error:
+        skv.load(path)
+    text = str(error.value)
+    assert text.startswith(str(path)) and "\n" not in text
+    return text.removeprefix(str(path)).removeprefix(": ")
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-0.6B", "a/b_c"])
+def test_a_name_of_the_hub(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert message(name) == (
+        "no such file or directory: models are local folders; get it with "
+        f"`hf download {name} --local-dir {name.split('/')[1]}`"
+    )
+
+
+@pytest.mark.parametrize("path", ["Llama", "runs/8b", "../a", "a/b/c", "a b/c"])
+def test_a_mistyped_path(path, tmp_path, monkeypatch):
+    """`runs/8b` may be a name too, but there is a folder `runs`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(CheckpointError, match="`hf download NAME --local-dir DIR` gets one$"):
+        skv.load(path)
+    assert message(tmp_path / path.replace("..", "")) == "no such file or directory"
+
+
+def test_gguf(tmp_path):
+    remedy = "get the safetensors repository of the model that it was made from"
+    (tmp_path / "model.gguf").write_bytes(b"GGUF\3\0\0\0")
+    (tmp_path / "named.bin").write_bytes(b"GGUF\3\0\0\0")
+    assert message(tmp_path / "model.gguf") == f"GGUF is not supported; {remedy}"
+    assert message(tmp_path / "named.bin") == f"GGUF is not supported; {remedy}"
+    assert message(tmp_path) == f"model.gguf: GGUF is not supported; {remedy}"
+    (tmp_path / "config.json").write_text(json.dumps(tiny.hf_config()))
+    (tmp_path / "other.gguf").write_bytes(b"GGUF")
+    assert message(tmp_path) == f"model.gguf and 1 more: GGUF is not supported; {remedy}"
+
+
+@pytest.mark.parametrize("config", [False, True])
+def test_an_adapter(tmp_path, config):
+    """With the tokenizer and the config.json that some tools write beside it, too."""
+    if config:
+        (tmp_path / "config.json").write_text(json.dumps(tiny.hf_config()))
+    save_file({"a": np.zeros(2, np.float32)}, tmp_path / "adapter_model.safetensors")
+    fields = {"peft_type": "LORA", "base_model_name_or_path": "Qwen/Qwen3-8B"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
+    assert message(tmp_path) == (
+        "adapter_config.json: an adapter, not a model; merge it into its base Qwen/Qwen3-8B first, "
+        "by merge_and_unload of peft, and save that with its tokenizer"
+    )
+    (tmp_path / "adapter_config.json").write_text("[")
+    assert "merge it into its base first, by" in message(tmp_path)
+
+
+POINTED = ["model.safetensors", "tokenizer.json", "tokenizer.model", "config.json"]
+
+
+@pytest.mark.parametrize("name", [*POINTED, "chat_template.jinja"])
+def test_a_pointer_of_git_lfs(tmp_path, name):
+    path = edit(UNTIED, tmp_path / "model")
+    (path / name).write_text(POINTER)
+    assert message(path) == (
+        f"/{name}: a Git LFS pointer in the place of the file: `git lfs pull` in its folder "
+        f"fetches it"
+    )
+
+
+def test_a_pointer_by_itself_and_in_an_index(tmp_path):
+    (tmp_path / "model.gguf").write_text(POINTER)
+    assert message(tmp_path / "model.gguf").startswith("a Git LFS pointer")
+    path = edit(UNTIED, tmp_path / "model")
+    (path / "model.safetensors.index.json").write_text(POINTER)
+    assert message(path).startswith("/model.safetensors.index.json: a Git LFS pointer")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+@pytest.mark.parametrize("config", [False, True])
+def test_pickles(tmp_path, name, config):
+    if config:
+        (tmp_path / "config.json").write_text(json.dumps(tiny.hf_config()))
+    (tmp_path / name).write_bytes(b"")
+    assert message(tmp_path) == (
+        f"{name}: pickle files can run code; convert to safetensors, with save_pretrained of "
+        f"transformers, or get the model's safetensors files"
+    )
+
+
+def test_other_folders_and_files(tmp_path):
+    looked_for = "looked for manifest.json (written by save) and config.json (Hugging Face)"
+    assert message(tmp_path) == f"not a checkpoint: {looked_for}"
+    (tmp_path / "training_args.bin").write_bytes(b"")
+    assert message(tmp_path) == f"not a checkpoint: {looked_for}"
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    message_ = message(tmp_path / "model.safetensors")
+    assert message_ == f"a checkpoint is a directory: give {tmp_path}"
+    (tmp_path / "notes").write_text("")
+    assert message(tmp_path / "notes") == "a checkpoint is a directory"
+    (tmp_path / "snapshots" / "0a1b").mkdir(parents=True)
+    assert message(tmp_path).startswith(
+        "a folder of the Hub's cache: give the folder of a revision"
+    )
+
+
+def test_links_of_the_hubs_cache_are_followed(tmp_path):
+    path = edit(UNTIED, tmp_path / "model")
+    (path / "model.safetensors").rename(tmp_path / "blob")
+    os.symlink(tmp_path / "blob", path / "model.safetensors")
+    assert load_hf(path).config == load_hf(UNTIED).config
+
+
+def test_a_head_that_is_missing(tmp_path):
+    path = edit(UNTIED, tmp_path / "model", lambda tensors: tensors.pop("lm_head.weight"))
+    assert message(path) == (
+        "missing: lm_head.weight; if the head is the embedding, set tie_word_embeddings to true in "
+        "config.json"
+    )
+    fields = json.loads((path / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (path / "config.json").write_text(json.dumps(fields))
+    assert load_hf(path).llama.lm_head is None
+
+    def more(tensors):
+        del tensors["lm_head.weight"], tensors["model.norm.weight"]
+
+    both = edit(UNTIED, tmp_path / "more", more)
+    assert sorted(message(both).removeprefix("missing: ").split(", ")) == [
+        "lm_head.weight",
+        "model.norm.weight",
+    ]
+
+
+def test_modelopt(tmp_path):
+    """Its settings stand in a file of their own; the fp8 weights are like those of other tools."""
+    hf = {name: value for name, value in hf_fields().items() if name != "quantization_config"}
+    path = write(tmp_path / "fp8", hf, fp8_tensors(hf))
+    quantization = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
+    (path / "hf_quant_config.json").write_text(json.dumps(quantization))
+    assert message(path).startswith(
+        "/hf_quant_config.json: weights that ModelOpt has quantised are "
+    )
+
+
+# Negative scales ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quantization", [None, "none"])
+def test_negative_scales(tmp_path, quantization):
+    """auto-round writes them: a weight is its value times its scale."""
+    hf = hf_fields()
+    plain, negative = fp8_tensors(hf), fp8_tensors(hf)
+    name = "model.layers.1.self_attn.o_proj.weight"
+    negative[f"{name}_scale"] = -plain[f"{name}_scale"]
+    negative[name] = (-plain[name].astype(np.float32)).astype(ml_dtypes.float8_e4m3fn)
+    one = skv.load(write(tmp_path / "plain", hf, plain), quantization="none")
+    two = skv.load(write(tmp_path / "negative", hf, negative), quantization=quantization)
+    found = two.llama.lower.o
+    if quantization is None:
+        found = skv.quantization.dequantize(found, np.float32)
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(one.llama.lower.o))
+
+
+def test_an_unknown_field_and_its_remedy(tmp_path):
+    path = edit(TIED, tmp_path / "model", wonders=1)
+    with pytest.raises(ConfigError, match="'wonders'.*; if it changes nothing, remove it$"):
+        load_hf(path)
+    assert "lm_head.weight" not in load_file(path / "model.safetensors")
