@@ -13,7 +13,7 @@ from .config import Config
 from .errors import ConfigError, UsageError
 from .initialization import init_swiftkv
 from .params import Llama, SwiftKV
-from .quantization import Scheme, refuse_quantized, scheme_of
+from .quantization import Scheme, is_quantized, refuse_quantized, scheme_of
 from .stacks import split_layers
 
 
@@ -53,6 +53,22 @@ class Model:
     def dtype(self) -> jnp.dtype:
         return self.llama.embed.dtype
 
+    def __repr__(self) -> str:
+        """One line, from shapes alone: nothing is copied from a device."""
+        config = self.config
+        parts = [config.family, f"{config.num_layers} layers"]
+        if self.swiftkv is not None:
+            cut = f"K={config.num_key_value_layers} g={config.key_value_group_size}"
+            parts.append(f"SwiftKV {cut}")
+        arrays = jax.tree.leaves((self.llama, self.swiftkv), is_leaf=is_quantized)
+        arrays = [leaf.values if is_quantized(leaf) else leaf for leaf in arrays]
+        embed = getattr(self.llama, "embed", None)
+        parts.append(str(getattr(embed, "dtype", "no arrays")))
+        if (scheme := self.quantization) is not None:
+            parts.append(scheme.format)
+        count = sum(getattr(leaf, "size", 0) for leaf in arrays)
+        return f"Model({', '.join(parts)}, {_rounded(count)} parameters)"
+
     @property
     def quantization(self) -> Scheme | None:
         """The scheme of the quantised matrices; None if they are not quantised."""
@@ -72,6 +88,14 @@ class Model:
                 "SwiftKV checkpoint"
             )
         return self.swiftkv is not None if swiftkv is None else swiftkv
+
+
+def _rounded(count: int) -> str:
+    """`2359296` -> `2.4M`."""
+    for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if count >= unit:
+            return f"{count / unit:.1f}{name}"
+    return str(count)
 
 
 def check_model(model: object) -> None:

@@ -43,6 +43,10 @@ class LlamaForCausalLM(nnx.Module):
         self.paths = nnx.static(paths)
         self.structure = nnx.static(jax.tree.structure(model))
 
+    def __repr__(self) -> str:
+        """One line, from shapes alone."""
+        return f"{type(self).__name__}({self.to_model()!r})"
+
     def __call__(
         self, tokens: Int[Array, "B T"], *, swiftkv: bool | None = None
     ) -> Float[Array, "B T V"]:

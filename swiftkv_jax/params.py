@@ -183,6 +183,12 @@ def _norm_after(config: Config) -> bool:
     return config.norm_order in ("post", "both")
 
 
+def _summary(self: Any) -> str:
+    """`Llama(15 arrays, 2,354,944 entries)`: the `repr` of a tree, from shapes alone."""
+    sizes = [getattr(leaf, "size", 0) for leaf in jax.tree.leaves(self)]
+    return f"{type(self).__name__}({len(sizes)} arrays, {sum(sizes):,} entries)"
+
+
 @struct.dataclass
 class Block:
     """The parameters of a layer other than its query, key and value projections. `?` is L or U."""
@@ -262,6 +268,8 @@ class Llama:
     final_norm: Annotated[Leaf, norm_scale("D", "model.norm.weight")]
     lm_head: Annotated[Leaf, Param("V D", "lm_head.weight", split="V", when=_untied)] = None
 
+    __repr__ = _summary
+
 
 @struct.dataclass
 class SwiftKV:
@@ -279,6 +287,8 @@ class SwiftKV:
     mix: Annotated[Leaf, value_mix("U K H H", "self_attn.mix_swiftkv.weight")] = None
     """A layer's values are `mix` times those of its group, per key/value head: exact wherever it is
     applied, so it is applied to what attention returns."""
+
+    __repr__ = _summary
 
 
 def _rows(cls: type, stack: str = "?") -> dict[str, Any]:

@@ -201,7 +201,14 @@ def share_layers(
         yield (
             group,
             [
-                LayerFit(layer.layer, layer.r2_k, layer.r2_v, group.kept_k, group.kept_v)
+                # Moments are sums in float32: by their rounding, a share may be above 1.
+                LayerFit(
+                    layer.layer,
+                    min(layer.r2_k, 1.0),
+                    min(layer.r2_v, 1.0),
+                    group.kept_k,
+                    group.kept_v,
+                )
                 for layer in layers_of_group
             ],
         )

@@ -134,6 +134,9 @@ class GrammarCompiler:
             raise UsageError(f"this tokenizer cannot follow grammars: {one_line(error)}") from None
         self._executor = LLExecutor()
 
+    def __repr__(self) -> str:
+        return f"GrammarCompiler(vocabulary of {self._vocab_size} tokens)"
+
     def compile(self, outputs: StructuredOutputs) -> Matcher:
         """A matcher at the beginning of the grammar, for `Request.grammar`. Raises `UsageError` for
         what is no grammar, or too complex."""

@@ -118,6 +118,7 @@ def test_a_model_with_linear_upper_layers_is_fitted_exactly(group, bias, rotated
     assert [fit.layer for fit in layers] == [2, 3, 4, 5]
     shares = [(fit.r2_k, fit.r2_v, fit.kept_k, fit.kept_v) for fit in layers]
     np.testing.assert_allclose(shares, 1, atol=1e-4)
+    assert np.max(shares) <= 1, "they are shares"
     expected = skv.logits(student, TOKENS[:3], swiftkv=False)
     np.testing.assert_allclose(
         skv.logits(student, TOKENS[:3], swiftkv=True), expected, atol=5e-3 * np.abs(expected).max()

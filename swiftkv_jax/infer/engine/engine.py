@@ -129,6 +129,11 @@ class Engine[R: ModelRunnerBase]:
             runner, config=runner.config, eos_token_ids=model.eos_token_ids, options=options
         )
 
+    def __repr__(self) -> str:
+        slots, family = self.options.max_num_seqs, self.config.family
+        pages = f"{sum(pool.num_pages for pool in self._pools)} pages"
+        return f"Engine({family}, {slots} sequences of {self.max_model_len} tokens, {pages})"
+
     @property
     def has_work(self) -> bool:
         """Whether a request has not ended, or a result has not been read."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
 import jax
@@ -14,6 +17,10 @@ from tqdm import tqdm
 
 from ...errors import UsageError
 
+logger = logging.getLogger(__name__)
+
+LOG_INTERVAL = 10.0
+"""Seconds between two lines of the log while programs are compiled."""
 _REFUSALS = "No such compile option", "While setting option"
 """Parts of XLA's errors for an unknown option and for a value that does not fit."""
 
@@ -25,7 +32,8 @@ def compile_all[Program](
 ) -> dict[Program, jax.stages.Compiled]:
     """Lower the programs one after the other and compile as many at once as there are cores.
     `on_progress` is called with the number of compiled programs and of all, first with 0; a
-    terminal shows a progress bar. The result has the order of `lowered`. Raises `UsageError` for
+    terminal shows a progress bar, and without one the log has a line every `LOG_INTERVAL`. The
+    result has the order of `lowered`. Raises `UsageError` for
     compiler options that XLA refuses."""
 
     def compile_one(program: jax.stages.Lowered) -> jax.stages.Compiled:
@@ -33,11 +41,12 @@ def compile_all[Program](
 
     bar = tqdm(total=len(lowered), desc="compiling", unit="program", disable=None, leave=False)
     workers = min(len(lowered), os.cpu_count() or 1)
-    with bar, concurrent.futures.ThreadPoolExecutor(workers) as pool:
+    compiled: dict[Program, jax.stages.Compiled] = {}
+    logged = _logged(compiled, len(lowered)) if bar.disable else contextlib.nullcontext()
+    with bar, logged, concurrent.futures.ThreadPoolExecutor(workers) as pool:
         if on_progress is not None:
             on_progress(0, len(lowered))
         running = {pool.submit(compile_one, lower()): key for key, lower in lowered.items()}
-        compiled = {}
         for done in concurrent.futures.as_completed(running):
             try:
                 compiled[running[done]] = done.result()
@@ -52,6 +61,25 @@ def compile_all[Program](
                 on_progress(len(compiled), len(lowered))
     # Not in the order in which they finished: every process must run them in the same order.
     return {key: compiled[key] for key in lowered}
+
+
+@contextlib.contextmanager
+def _logged(compiled: Sized, total: int) -> Iterator[None]:
+    """Log how many programs are compiled, from time to time while this lasts."""
+    ended, start = threading.Event(), time.perf_counter()
+
+    def log() -> None:
+        while not ended.wait(LOG_INTERVAL):
+            seconds = time.perf_counter() - start
+            logger.info(f"compiling: {len(compiled)} of {total} programs after {seconds:.0f} s")
+
+    thread = threading.Thread(target=log, name="compile-log", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 class CompileCounter:

@@ -1,5 +1,7 @@
 """All programs compiled at once, with the options of an engine, and the counter of compilations."""
 
+import logging
+import threading
 import time
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax.infer import Engine, EngineOptions, Request, SamplingParams
+from swiftkv_jax.infer.runner import compilation
 from swiftkv_jax.infer.runner.compilation import CompileCounter, compile_all
 from tests import tiny
 
@@ -38,6 +41,26 @@ def test_the_order_is_not_that_of_the_ends():
 
     programs: Any = {(str(n),): lambda n=n: Program(0.2 * (n == 0)) for n in range(4)}
     assert list(compile_all(programs)) == list(programs)
+
+
+def test_a_log_says_how_far_it_is(caplog, monkeypatch):
+    """Without a terminal, from time to time; the program ends when the line is there."""
+    monkeypatch.setattr(compilation, "LOG_INTERVAL", 0.01)
+    monkeypatch.setattr(logging.getLogger("swiftkv_jax"), "propagate", True)
+    caplog.set_level(logging.INFO, "swiftkv_jax")
+    said = threading.Event()
+    caplog.handler.addFilter(lambda record: said.set() or True)
+
+    class Program:
+        def compile(self, compiler_options=None):
+            assert said.wait(60)
+            return self
+
+    programs: Any = {("one",): Program}
+    assert list(compile_all(programs)) == [("one",)]
+    assert "compiling: 0 of 1 programs after 0 s" in caplog.messages
+    names = [thread.name for thread in threading.enumerate()]
+    assert "compile-log" not in names, "it ends with the last program"
 
 
 def lowered():

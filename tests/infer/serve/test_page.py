@@ -15,7 +15,13 @@ def test_the_page(running):
         digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
         assert f"{name}-src 'sha256-{digest}'" in policy
     assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy
-    assert not re.findall(r"https?://|src=|@import|url\(|innerHTML| on\w+=", text), "only its own"
+    assert not re.findall(
+        r"https?://|src=|@import|url\(|(inner|outer|Adjacent)HTML| on\w+=", text
+    ), "only its own"
+    assert "height: 100dvh" in text and "<pre" not in text
+    # The log is moved to its end for a new turn, and else only where the reader is there already.
+    assert text.count(".scrollTop = ") == 2 and text.count('$("log").scrollTop = ') == 1
+    assert "if (atEnd) log.scrollTop" in text and "scrollIntoView" not in text
     assert running.request("HEAD", "/")[0] == 200
     assert running.request("GET", "/v1/models")[0] == 200
 
