@@ -43,9 +43,10 @@ def add_model_and_data(parser: argparse._ActionsContainer) -> None:
         "--data",
         action="append",
         metavar="PATH[:WEIGHT]",
-        help="JSONL (messages, prompt and completion, conversations or text), text files, "
-        "Parquet, ArrayRecord, a Hugging Face dataset "
-        "folder, a folder of such files, a prepared one, or `stdlib`; repeat to mix, by weight",
+        help="JSONL, JSON, Parquet or ArrayRecord (rows of messages, prompt and completion, "
+        "conversations, instruction and output, or text), text files, a Hugging Face dataset "
+        "folder, a folder of such files, a pattern, a prepared folder, or `stdlib`; repeat to mix, "
+        "by weight",
     )
     flag(
         "--init",

@@ -7,10 +7,11 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ...errors import DataError
+from .cards import declared_splits, is_on_the_hub
 from .formats import is_json, is_text, reader_for
 from .splits import choose_split, split_files
 
@@ -30,7 +31,8 @@ def folder_files(folder: Path, *, held_out: bool) -> list[Path]:
     * Beside files of rows no card is read (`README.md`, `LICENSE.txt`), and no text at all where
       the card is one of the Hugging Face Hub, which begins with `---`.
     * Of several splits the one for training is read, or with `held_out` one to measure on
-      (`splits.choose_split`).
+      (`splits.choose_split`). The card declares them (`cards.declared_splits`), or names of files
+      and folders tell them (`splits.split_files`).
     * `.json` files are rows where nothing else is.
 
     Raises `DataError` if the split is not clear, or a dataset that `datasets.save_to_disk` wrote is
@@ -43,26 +45,30 @@ def folder_files(folder: Path, *, held_out: bool) -> list[Path]:
     objects = [
         file for file in found if is_json(file) and file.name.partition(".")[0] not in _ABOUT
     ]
+    is_dataset = bool(rows or objects) and is_on_the_hub(folder)
+    if is_dataset and (splits := declared_splits(folder)):
+        return _of_split(folder, splits, rows or objects, held_out)
     if not rows and not own and objects:
-        return _of_split(folder, objects, held_out)
+        return _of_split(folder, split_files(folder, objects), objects, held_out)
     if objects:
         _say(f"{folder}: .json files are not read beside other files: name them to read them")
     if not rows:
         splits = split_files(folder, own or texts)
         # Source code has folders `test` too; these folders hold nothing but splits.
         is_split = "train" in splits and sum(map(len, splits.values())) == len(own or texts)
-        return _of_split(folder, own or texts, held_out) if is_split else texts
-    chosen = set(_of_split(folder, rows, held_out))
-    if own and _is_on_the_hub(folder):
+        return _of_split(folder, splits, own or texts, held_out) if is_split else texts
+    chosen = set(_of_split(folder, split_files(folder, rows), rows, held_out))
+    if own and is_dataset:
         _say(f"{folder}: a dataset of the Hugging Face Hub: its text files are not read")
         own = []
     chosen |= set(own)
     return [file for file in found if file in chosen]
 
 
-def _of_split(folder: Path, files: Sequence[Path], held_out: bool) -> list[Path]:
-    """Those of `files` that are read: all, or those of a split."""
-    splits = split_files(folder, files)
+def _of_split(
+    folder: Path, splits: Mapping[str, list[Path]], files: Sequence[Path], held_out: bool
+) -> list[Path]:
+    """Those of `files` that are read: those of a split, or all where there are no splits."""
     if not splits:
         return list(files)
     split = choose_split(folder, splits, held_out=held_out)
@@ -106,12 +112,6 @@ def _dataset_files(folder: Path) -> list[Path]:
     if missing := next((file for file in files if not file.is_file()), None):
         raise DataError(f"{missing}: no such file; state.json beside it names it")
     return files
-
-
-def _is_on_the_hub(folder: Path) -> bool:
-    """Whether the folder has a dataset card: a README that begins with metadata."""
-    card = folder / "README.md"
-    return card.is_file() and card.read_bytes().startswith(b"---")
 
 
 @functools.cache

@@ -1,0 +1,89 @@
+"""Cards of datasets on the Hugging Face Hub, which may declare the files of each split: the
+metadata at the beginning of `README.md`.
+
+https://huggingface.co/docs/hub/datasets-manual-configuration
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ...errors import DataError
+from .formats import reader_for
+
+_CARD, _LINE = "README.md", "---"
+
+
+def is_on_the_hub(folder: Path) -> bool:
+    """Whether the folder has a card with metadata."""
+    card = folder / _CARD
+    return card.is_file() and card.read_bytes().startswith(_LINE.encode())
+
+
+def declared_splits(folder: Path) -> dict[str, list[Path]]:
+    """The files of each split that the card of `folder` declares, in the only configuration, or in
+    the default one of several, as far as their formats are known; empty if it declares none.
+    Raises `DataError` if it is not clear which configuration is meant."""
+    configs = {name: files for name, files in _configurations(folder) if files}
+    chosen = configs.get("default") or next(iter(configs.values()), {})
+    if len(configs) > 1 and "default" not in configs:
+        places = " or ".join(
+            str(folder / next(iter(files.values()))[0]) for files in configs.values()
+        )
+        raise DataError(
+            f"{folder}: its configurations are {', '.join(configs)}, none of them the default: "
+            f"name the files of one, {places}"
+        )
+    return {
+        split: [
+            Path(file)
+            for pattern in patterns
+            for file in sorted(glob.glob(str(folder / pattern), recursive=True))
+            if reader_for(Path(file))
+        ]
+        for split, patterns in chosen.items()
+    }
+
+
+def _configurations(folder: Path) -> Iterator[tuple[str, dict[str, list[str]]]]:
+    """(name, patterns of each split) of what the card declares; the name of the default one is
+    `default`."""
+    for config in _metadata(folder).get("configs") or []:
+        if isinstance(config, Mapping):
+            name = "default" if config.get("default") else config.get("config_name", "default")
+            yield str(name), _patterns(config.get("data_files"))
+
+
+def _metadata(folder: Path) -> Mapping[str, Any]:
+    import yaml
+
+    text = (folder / _CARD).read_text(encoding="utf-8", errors="replace")
+    metadata = re.match(rf"{_LINE}\s*\n(.*?\n){_LINE}\s*$", text, re.DOTALL | re.MULTILINE)
+    try:
+        found = yaml.safe_load(metadata[1]) if metadata else {}
+    except yaml.YAMLError:
+        raise DataError(
+            f"{folder / _CARD}: its metadata are not valid YAML; name the files to read"
+        ) from None
+    return found if isinstance(found, Mapping) else {}
+
+
+def _patterns(files: Any) -> dict[str, list[str]]:
+    """`data_files` of a configuration: one pattern or several, of which those without a split are
+    for training."""
+    if isinstance(files, Mapping):
+        return {str(split): _list(paths) for split, paths in files.items()}
+    found: dict[str, list[str]] = {}
+    for one in _list(files):
+        is_split = isinstance(one, Mapping)
+        split, paths = (one.get("split"), one.get("path")) if is_split else ("train", one)
+        found.setdefault(str(split), []).extend(_list(paths))
+    return found
+
+
+def _list(value: Any) -> list[Any]:
+    return [] if value is None else value if isinstance(value, list) else [value]
