@@ -291,12 +291,12 @@ def calibrate(
     `data` are texts, for a model with a tokenizer, or rows of token ids; about 256 tokens per entry
     of the hidden state suffice. They are packed into rows of at most `max_length` tokens, of which
     `batch_size` run at a time. On a mesh, rows of padding fill each batch up to a multiple of the
-    devices along `data` and `fsdp`: the student is the same on every mesh, to rounding. Any delta
-    that the model has is left behind. `generated_kv` and `exact_tail` are what the student is
-    fitted to and served with (`Config.generated_kv`); None is as the model says. Raises
-    `ConfigError` if the cut does not fit, `UsageError` if these or `batch_size` do not, for a
-    quantised model and for data that are neither or without tokens, and `ValueError` if the
-    teacher's upper projections were dropped.
+    devices along `data` and `fsdp`: the student is the same on every mesh and with every
+    `batch_size`, to rounding. Any delta that the model has is left behind. `generated_kv` and
+    `exact_tail` are what the student is fitted to and served with (`Config.generated_kv`); None is
+    as the model says. Raises `ConfigError` if the cut does not fit, `UsageError` if these or
+    `batch_size` do not, for a quantised model and for data that are neither or without tokens, and
+    `ValueError` if the teacher's upper projections were dropped.
     """
     from . import calibration
     from .train.data.batches import calibration_batches

@@ -37,7 +37,7 @@ from swiftkv_jax.config import GENERATED_KV
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.io import files
 from swiftkv_jax.mesh import emulate_cpu_devices, parse_mesh
-from swiftkv_jax.train.analyze import parse_cuts
+from swiftkv_jax.train.cut_list import parse_cuts
 from swiftkv_jax.train.recipe import DEMO, Init
 
 from .. import report
@@ -216,7 +216,7 @@ def choose_arms(args: argparse.Namespace, num_layers: int) -> list[Arm]:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UsageError(f"`{name}`={value}: must be at least 1")
-    cuts = parse_cuts(args.cuts, num_layers)
+    cuts = [cut.k for cut in parse_cuts(args.cuts, num_layers)]
     groups = [None if size == "all" else _whole("groups", size, 1) for size in _parts(args.groups)]
     steps = [_whole("steps", count, 0) for count in _parts(args.steps)]
     starts = _parts(args.starts)

@@ -11,8 +11,12 @@ of one D x D matrix per upper layer on the host; where `attenuation` is needed, 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+
+import jax
+import jax.numpy as jnp
 
 from ..attention import Attention
 from ..batch import Batch
@@ -20,7 +24,7 @@ from ..config import Config
 from ..errors import ConfigError
 from ..params import Llama
 from .attenuation import scale_delta_queries
-from .delta import Fit, LayerFit, fit_delta
+from .delta import Fit, FittedLayer, LayerFit, fit_delta
 from .moments import add_batch, zero_moments
 
 __all__ = [
@@ -55,11 +59,18 @@ def check_groups(config: Config) -> None:
 
 
 def calibrate(
-    config: Config, llama: Llama, batches: Iterable[Batch], *, attention: Attention
+    config: Config,
+    llama: Llama,
+    batches: Iterable[Batch],
+    *,
+    attention: Attention,
+    track: Callable[[Iterator[FittedLayer]], Iterator[FittedLayer]] = iter,
 ) -> Fit:
     """The delta of the cut of `config` in closed form, from `batches` of one shape.
 
-    `llama` is split at that cut and, like the batches, on the mesh of `attention`. Raises
+    `llama` is split at that cut and, like the batches, on the mesh of `attention`. A batch is asked
+    for while the one before is computed, and no other waits. `track` is given the layers, which
+    are solved one at a time, and passes them on. Raises
     `ConfigError` where `check_groups` does, and `ValueError` if the teacher's upper projections
     were dropped or the batches hold no token.
     """
@@ -67,12 +78,13 @@ def calibrate(
     moments, first, first_tokens = zero_moments(config, attention.mesh), list[Batch](), 0
     for batch in batches:
         if config.has_two_caches and first_tokens < SLOPE_TOKENS:
-            first.append(batch)
-            first_tokens += _row_tokens(batch)
+            first.append(_first_tokens(batch, SLOPE_TOKENS - first_tokens))
+            first_tokens += int((batch.segment_ids > 0).sum())
+        jax.block_until_ready(moments)
         moments = add_batch(config, attention, moments, llama, batch)
     if not moments.tokens > 0:
         raise ValueError("there is no token to calibrate on")
-    fit = fit_delta(config, llama, moments, attention.mesh)
+    fit = fit_delta(config, llama, moments, attention.mesh, track=track)
     if config.has_two_caches:
         delta = scale_delta_queries(fit.config, llama, fit.delta, first, attention=attention)
         fit = fit._replace(delta=delta)
@@ -92,7 +104,10 @@ def warn_of_few_tokens(config: Config, tokens: int) -> None:
         )
 
 
-def _row_tokens(batch: Batch) -> int:
-    """Positions of a batch's rows, without rows of padding: how many those are depends on the
-    mesh."""
-    return int((batch.segment_ids[:, 0] > 0).sum()) * batch.tokens.shape[1]
+@jax.jit
+def _first_tokens(batch: Batch, count: int) -> Batch:
+    """The batch with its first `count` tokens, row after row; the others are padding."""
+    real = batch.segment_ids > 0
+    number = jnp.cumsum(real.ravel()).reshape(real.shape)
+    segment_ids = jnp.where(number <= count, batch.segment_ids, 0)
+    return dataclasses.replace(batch, segment_ids=segment_ids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -46,7 +46,14 @@ class Fit(NamedTuple):
     """Calibration tokens that it was fitted to."""
 
 
-def fit_delta(config: Config, llama: Llama, moments: Moments, mesh: Mesh | None) -> Fit:
+def fit_delta(
+    config: Config,
+    llama: Llama,
+    moments: Moments,
+    mesh: Mesh | None,
+    *,
+    track: Callable[[Iterator[FittedLayer]], Iterator[FittedLayer]] = iter,
+) -> Fit:
     """The delta of the cut of `config`, in the dtype of `llama` and sharded like it.
 
     `config` has no `shared_kv_heads` yet. Host memory holds the new keys and values in that dtype,
@@ -56,7 +63,7 @@ def fit_delta(config: Config, llama: Llama, moments: Moments, mesh: Mesh | None)
     """
     upper, dtype = require_teacher(llama, "calibrate"), llama.embed.dtype
     metrics = output_metrics(llama.upper.o, config.num_kv_heads)
-    layers = fit_layers(config, upper, metrics, moments)
+    layers = track(fit_layers(config, upper, metrics, moments))
     size, rows = config.embed_dim, config.embed_dim + config.qkv_bias
     stack = config.num_kv_groups, config.num_kv_heads, config.head_dim, rows
     k, v = np.empty(stack, dtype), np.empty(stack, dtype)

@@ -2,8 +2,9 @@
 
 Letters as in `params` and `solve`. Every token counts with the attention that it receives: in layer
 j its weight is the sum over query heads and later tokens m of p_jm^2, where p are the attention
-probabilities, up to `MAX_WEIGHT`, and scaled so that a batch's weights sum to its tokens. An error
-in the keys or values of a token that is not attended to costs nothing.
+probabilities, up to `MAX_WEIGHT`, and scaled so that a row's weights sum to its tokens: the sums
+do not depend on how rows are divided into batches. An error in the keys or values of a token that
+is not attended to costs nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ..sharding import all_gather_fsdp, constrain_activations
 from ..transformer import project_q, run_lower_layers, self_layer
 
 MAX_WEIGHT = 1000.0
-"""The largest weight of a token, in medians of its batch and layer. Where queries attend to the
+"""The largest weight of a token, in medians of its row and layer. Where queries attend to the
 first token of a text for want of another (attention sinks: Xiao et al. 2023, arXiv 2309.17453),
 that token would have most of the weight, and R2 would be its R2."""
 PROBABILITIES_PER_CHUNK = 2**26
@@ -225,11 +226,12 @@ def pair_energy(
 
 
 def token_weights(received: Float[Array, "B T"], real: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """`received` up to the limit, scaled to a sum of as many as are `real`; 0 where they are
-    not."""
-    median = jnp.nanmedian(jnp.where(real > 0, received, jnp.nan))
+    """`received` up to the limit, scaled to a sum in each row of as many as are `real`; 0 where
+    they are not."""
+    median = jnp.nanmedian(jnp.where(real > 0, received, jnp.nan), axis=1, keepdims=True)
     weight = real * jnp.fmin(received, MAX_WEIGHT * median)  # without a token, the median is NaN
-    return weight * real.sum() / jnp.maximum(weight.sum(), jnp.finfo(jnp.float32).tiny)
+    total = jnp.maximum(weight.sum(axis=1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    return weight * real.sum(axis=1, keepdims=True) / total
 
 
 def received_attention(

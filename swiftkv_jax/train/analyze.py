@@ -23,9 +23,10 @@ from ..io.plotting import matplotlib_missing
 from ..kernel_check import checked_implementation, forward_configs
 from ..mesh import MeshShape, dp_size, make_mesh, parse_mesh
 from ..sharding import batch_sharding
+from .cut_list import parse_cuts
 from .data.batches import batches_of
 from .data.excerpts import read_excerpts
-from .far_tokens import FAR_NATS, MAX_FAR_LOSS
+from .far_tokens import FAR_NATS, MAX_FAR_LOSS, MIN_FAR_TOKENS, far_cell, loses_too_much
 from .plots import draw_analysis
 from .recipe import DEMO, TOKENS_PER_DIMENSION, Init, check_calibration_tokens
 from .sweep import Analysis, CutResult, analyze_cuts, possible_cuts
@@ -146,37 +147,24 @@ def settle(options: AnalyzeOptions) -> SweepSettings:
     model = options.model or DEMO.model
     found = open_any(model).config
     config = found.cut(found.num_layers)
+    named = parse_cuts(options.cuts, config.num_layers)
     cuts, reasons = possible_cuts(
         config,
-        parse_cuts(options.cuts, config.num_layers),
+        [cut.k for cut in named],
         parse_groups(options.groups),
         options.init,
     )
     if not cuts:
         why = "; ".join(reasons.values())
         raise UsageError(f"`groups`={options.groups}: none fits at any of the cuts: {why}")
+    if any("%" in cut.name for cut in named):
+        logger.info("of %d layers %s", config.num_layers, ", ".join(map(str, named)))
     for reason in reasons.values():
         logger.warning("left out: %s", reason)
     folder = options.output_dir or Path("runs") / f"analyze-{Path(model).resolve().name}"
     return SweepSettings(
         model, options.data or DEMO.data, config, cuts, checked_lengths(options, config), folder
     )
-
-
-def parse_cuts(text: str, num_layers: int) -> list[int]:
-    """`"25,50"` -> K at these percentages of the layers, rounded; `"all"` -> 1 to L-1. Raises
-    `UsageError`."""
-    if text == "all":
-        return list(range(1, num_layers))
-    try:
-        shares = [float(part) for part in text.split(",")]
-    except ValueError:
-        raise UsageError(
-            f"`cuts`={text!r}: expected percentages of the layers, for example 25,37.5,50, or all"
-        ) from None
-    if not all(0 < share < 100 for share in shares):
-        raise UsageError(f"`cuts`={text!r}: every percentage must be between 0 and 100")
-    return [min(max(1, round(num_layers * share / 100)), num_layers - 1) for share in shares]
 
 
 def parse_groups(text: str) -> list[int]:
@@ -222,7 +210,7 @@ def table(analysis: Analysis, num_layers: int) -> str:
     ]
     if analysis.calibration_tokens:
         columns += ["R2 of K", "R2 of V"]
-    rows = [_cells(cut, num_layers) for cut in analysis.cuts]
+    rows = [_cells(cut, num_layers, analysis.far_tokens) for cut in analysis.cuts]
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     lines = [
         "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
@@ -235,17 +223,16 @@ def table(analysis: Analysis, num_layers: int) -> str:
 
 def _describe_far(analysis: Analysis) -> str:
     """Sentences about the far tokens."""
+    count = analysis.far_tokens
     text = (
-        f"far nats: lost on the {analysis.far_tokens:,} tokens on which the teacher loses more "
+        f"far nats: lost on the {count:,} tokens on which the teacher loses more "
         f"than {FAR_NATS:g} nat without the far part of the row"
     )
-    if any(_loses_far(cut) for cut in analysis.cuts):
+    if count < MIN_FAR_TOKENS:
+        text += f"; {MIN_FAR_TOKENS} are needed: measure more `rows`, or longer ones (`max_length`)"
+    if any(loses_too_much(count, cut.far_nats) for cut in analysis.cuts):
         text += f"; *: more than {MAX_FAR_LOSS:g}: distil it or keep more layers, and measure again"
     return text
-
-
-def _loses_far(cut: CutResult) -> bool:
-    return cut.far_nats is not None and cut.far_nats > MAX_FAR_LOSS
 
 
 def _describe_init(analysis: Analysis) -> str:
@@ -255,7 +242,7 @@ def _describe_init(analysis: Analysis) -> str:
     return f"in closed form from {analysis.calibration_tokens:,} other tokens"
 
 
-def _cells(cut: CutResult, num_layers: int) -> list[str]:
+def _cells(cut: CutResult, num_layers: int, far_tokens: int) -> list[str]:
     cells = [
         str(cut.num_key_value_layers),
         f"{cut.num_key_value_layers / num_layers:.1%}",
@@ -263,7 +250,7 @@ def _cells(cut: CutResult, num_layers: int) -> list[str]:
         f"{cut.kl:.4f}",
         f"{cut.agreement:.1%}",
         f"{cut.student_perplexity:,.2f}",
-        "none" if cut.far_nats is None else f"{cut.far_nats:+.3f}" + "*" * _loses_far(cut),
+        far_cell(far_tokens, cut.far_nats) + "*" * loses_too_much(far_tokens, cut.far_nats),
         f"{cut.prefill_flops_share:.1%}",
         f"{cut.kv_bytes_per_token:,}",
         f"{cut.kv_bytes_share:.1%}",

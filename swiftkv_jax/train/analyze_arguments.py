@@ -29,9 +29,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     flag(
         "--cuts",
-        default="25,37.5,50,62.5,75",
-        help="layers that keep their own keys and values, in percent, or `all` (default: "
-        "%(default)s)",
+        default="25%,37.5%,50%,62.5%,75%",
+        help="layers that keep their own keys and values: percentages of all layers, numbers of "
+        "layers such as K=3, or `all` (default: %(default)s)",
     )
     flag(
         "--groups",

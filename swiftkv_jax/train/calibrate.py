@@ -30,8 +30,8 @@ from ..model import Model
 from ..stacks import cast
 from .arguments import NOT_IN_RECIPE, PROCESS_ARGUMENTS, make_recipe
 from .data.loader import DatasetMixture
-from .evaluation import ShuffledBatches, far_loss, load_held_out, sums, warn_of_far_loss
-from .far_tokens import FAR_NATS
+from .evaluation import compare_rows, far_loss, load_held_out, warn_of_far_loss
+from .far_tokens import FAR_NATS, MIN_FAR_TOKENS, far_cell
 from .output_folder import prepare_folder, removed_if_empty
 from .recipe import DEMO, Recipe
 from .setup import (
@@ -198,7 +198,7 @@ def measure(
     students: dict[str, Model],
     data: DatasetMixture,
     mesh: Mesh,
-    chosen: ShuffledBatches | None = None,
+    chosen: range | None = None,
 ) -> dict[str, dict[str, Any]]:
     """For each student of one teacher: the number of predictions on held-out rows (those `chosen`,
     or the first of `data`), perplexities, divergence and agreement on them, and the nats lost on
@@ -209,7 +209,8 @@ def measure(
     results = {}
     for name, student in students.items():
         step = functools.partial(step_of(student.config), student.swiftkv, student.llama)
-        total, (far_tokens, far_nats) = sums(step, rows.batches), far_loss(step, rows)
+        total, of_far = compare_rows(step, rows)
+        far_tokens, far_nats = far_loss(of_far)
         means = total.means()
         results[name] = {
             "tokens": int(total.targets),
@@ -237,13 +238,15 @@ def table(results: dict[str, dict[str, Any]], config: Config, text: str = HELD_O
         above = row["perplexity"] / teacher - 1
         lines.append(
             f"{name:<11}  {row['perplexity']:10,.3f}  {above:+17.2%}  {row['kl']:6.4f}  "
-            f"{row['agreement']:9.1%}  "
-            + ("none" if row["far_nats"] is None else f"{row['far_nats']:+.3f}").rjust(21)
+            f"{row['agreement']:9.1%}  " + far_cell(row["far_tokens"], row["far_nats"]).rjust(21)
         )
     far, lost = last["far_tokens"], last["far_nats"]
     which = f"on which the teacher loses more than {FAR_NATS:g} nat without the far part of the row"
     if lost is None:
         lines.append(f"far tokens: there are none {which}; measure on more text, or longer rows")
+    elif far < MIN_FAR_TOKENS:
+        few = f"too few to say, {MIN_FAR_TOKENS} are needed: measure on more text, or longer rows"
+        lines.append(f"far tokens: the {far} {which}, {few}")
     else:
         lines.append(f"far tokens: the {far:,} {which}" + "; below 0 is no gain" * (lost < 0))
     return "\n".join(lines)
@@ -254,7 +257,7 @@ def warn_of_losses(results: dict[str, dict[str, Any]], config: Config, *, keep_d
     `far_tokens.MAX_FAR_LOSS` on far tokens, or is further from the teacher than the other without
     losing less there."""
     (before, old), (name, new) = results.items()
-    lost, lost_before = new["far_nats"], old["far_nats"]
+    far, lost, lost_before = new["far_tokens"], new["far_nats"], old["far_nats"]
     if config.generated_kv == "boundary":
         remedy = "distil it before you serve it"
     elif keep_delta or not config.has_two_caches:  # training for own loses more on far tokens
@@ -262,8 +265,8 @@ def warn_of_losses(results: dict[str, dict[str, Any]], config: Config, *, keep_d
     else:
         remedy = "distil it for boundary before you scale it"
     more = "or keep more layers (`num_key_value_layers`)"
-    warn_of_far_loss(lost, f"the {name} model", f"{remedy}, {more}")
-    if new["kl"] > old["kl"] and (lost is None or lost >= lost_before):
+    warn_of_far_loss(far, lost, f"the {name} model", f"{remedy}, {more}")
+    if new["kl"] > old["kl"] and (lost is None or far < MIN_FAR_TOKENS or lost >= lost_before):
         logger.warning(
             "the %s model's KL from the teacher, %.4f, is above that of the model %s, %.4f",
             name,

@@ -86,7 +86,7 @@ def describe(recipe: Recipe, config: Config, dtype: jnp.dtype) -> str:
     return (
         f"calibration of {config.num_upper_layers} upper layers of {config.num_layers} in groups "
         f"of {config.key_value_group_size} on {tokens:,} tokens: {steps} batches of {rows} rows "
-        f"of {recipe.max_length:,}\n"
+        f"of {recipe.max_length:,}, more where rows have padding\n"
         f"mesh {recipe.mesh} ({count_devices(recipe.mesh)}), {dtype}; then one factorisation "
         f"of {size_of(config):,} x {size_of(config):,} numbers per upper layer on the host"
     )

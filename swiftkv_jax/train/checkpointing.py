@@ -11,7 +11,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +196,17 @@ class RunCheckpoints:
         except Exception as error:
             raise self._save_error(step, error) from error
         self._pending = step, handle
+
+    def add_scores(self, scores: Mapping[int, float]) -> None:
+        """Step -> score of states that may have been saved before they were evaluated."""
+        for step, score in scores.items():
+            self._policy.add_score(step, score)
+
+    def newest_step(self) -> int | None:
+        """The newest step that is saved to the end, after waiting for the save under way; None if
+        there is none. Raises `OSError` if that save has failed."""
+        self._finish()
+        return max(list_steps(self._folder), default=None)
 
     def best_step(self) -> int | None:
         """The saved step with the lowest score, the newest of equals; None if no saved step has a

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,18 @@ from ..config import Config
 from ..params import Llama
 from ..sharding import batch_sharding
 from .batch_sharder import BatchSharder
-from .data.loader import DatasetMixture, ShuffledBatches, first_batches
+from .data.loader import DatasetMixture, first_batches
 from .data.loader import batches as shuffled_batches
 from .distill import Sums
-from .far_tokens import MAX_FAR_LOSS, only_far
-from .metrics import EVAL_FAR_NATS, EVAL_LOSS, METRICS, read_metrics
+from .far_tokens import (
+    MAX_FAR_LOSS,
+    MIN_FAR_TOKENS,
+    describe_count,
+    loses_too_much,
+    only_far,
+)
+from .metrics import EVAL_FAR_NATS, EVAL_FAR_TOKENS, EVAL_LOSS, METRICS, read_metrics
+from .progress import track
 from .recipe import Recipe
 from .setup import own_tail
 
@@ -44,11 +51,11 @@ def load_held_out(
     llama: Llama,
     data: DatasetMixture,
     mesh: Mesh,
-    chosen: ShuffledBatches | None = None,
+    chosen: range | None = None,
 ) -> HeldOut:
-    """The first rows of `data`, as many as the recipe evaluates, or those `chosen`. The teacher
-    runs on them twice to find the far-dependent predictions. Logs a warning if the exact tail
-    covers the prompts."""
+    """The first rows of `data`, as many as the recipe evaluates, or those `chosen` of the shuffled
+    ones. The teacher runs on them twice to find the far-dependent predictions. Logs a warning if
+    the exact tail covers the prompts."""
     if config.exact_tail >= recipe.max_length // 2:
         logger.warning(
             "`exact_tail`=%d: a measured prompt, half of `max_length`=%d, keeps all of its own "
@@ -62,7 +69,11 @@ def load_held_out(
     boundary = dataclasses.replace(config, generated_kv="boundary", exact_tail=0)
     whole = batches if boundary == config else _batches(recipe, boundary, data, mesh, chosen)
     attention = Attention(mesh, recipe.attention, recipe.shard_sequence)
-    return HeldOut(batches, [only_far(config, attention, llama, batch) for batch in whole])
+    far = []
+    for batch in track(whole, "finding far tokens", len(batches)):
+        far.append(only_far(config, attention, llama, batch))
+        jax.block_until_ready(far[-1])
+    return HeldOut(batches, far)
 
 
 def _batches(
@@ -70,10 +81,9 @@ def _batches(
     config: Config,
     data: DatasetMixture,
     mesh: Mesh,
-    chosen: ShuffledBatches | None,
+    chosen: range | None,
 ) -> Iterator[Batch]:
-    size = recipe.micro_batch_size if chosen is None else chosen.size
-    sharder = BatchSharder(batch_sharding(mesh), (size,))
+    sharder = BatchSharder(batch_sharding(mesh), (recipe.micro_batch_size,))
     count, positions, tail = sharder.num_rows, sharder.positions, own_tail(config)
     if chosen is None:
         limit = recipe.eval_batches * recipe.gradient_accumulation_steps
@@ -84,8 +94,7 @@ def _batches(
             count,
             positions=positions,
             seed=recipe.seed,
-            start=chosen.start,
-            stop=chosen.stop,
+            rows=chosen,
             own_tail=tail,
         )
     for local in found:
@@ -95,38 +104,55 @@ def _batches(
 def evaluate(
     step: Callable[[Batch], Sums], rows: HeldOut, hidden_weight: float
 ) -> dict[str, float]:
-    """Perplexities, agreement, divergence and hidden loss per token, and the nats lost on far
-    tokens if there are any, under names that begin with `eval_`.
+    """Perplexities, agreement, KL, distillation loss and hidden loss per token, the number of far
+    tokens and, if there are any, the nats lost on them, under names that begin with `eval_`.
 
     They are means over the predictions of targets (`hidden_loss`: over tokens). The recipe's
     `loss_average` and `loss_mask` affect only the training loss.
     """
-    means = {name: float(value) for name, value in sums(step, rows.batches).means().items()}
+    of_rows, of_far = compare_rows(step, rows)
+    means = {name: float(value) for name, value in of_rows.means().items()}
     results = {
         EVAL_LOSS: means["logits_loss"] + hidden_weight * means["hidden_loss"],
         "eval_teacher_perplexity": math.exp(means.pop("teacher_loss")),
         "eval_student_perplexity": math.exp(means.pop("student_loss")),
         **{f"eval_{name}": value for name, value in means.items()},
     }
-    _, lost = far_loss(step, rows)
+    tokens, lost = far_loss(of_far)
+    results[EVAL_FAR_TOKENS] = tokens
     return results if lost is None else results | {EVAL_FAR_NATS: lost}
 
 
-def far_loss(step: Callable[[Batch], Sums], rows: HeldOut) -> tuple[int, float | None]:
+def compare_rows(step: Callable[[Batch], Sums], rows: HeldOut) -> tuple[Sums, Sums]:
+    """Sums over all predictions in `rows`, and over the far-dependent ones."""
+    every, parts = [*rows.batches, *rows.far_batches], []
+    for batch in track(every, "evaluating", len(every)):
+        parts.append(step(batch))
+        jax.block_until_ready(parts[-1])  # what is counted is done
+    count = len(rows.batches)
+    of_rows, of_far = (
+        jax.tree.map(lambda *leaves: jnp.stack(leaves).sum(), *some)
+        for some in (parts[:count], parts[count:])
+    )
+    return of_rows, of_far
+
+
+def far_loss(far: Sums) -> tuple[int, float | None]:
     """(far-dependent predictions, nats that the student loses on them against the teacher, on
     average; None if there are none)"""
-    far = sums(step, rows.far_batches)
     tokens = int(far.targets)
     return tokens, float(far.student_nll - far.teacher_nll) / tokens if tokens else None
 
 
-def warn_of_far_loss(lost: float | None, what: str, remedy: str) -> None:
-    """Log a warning if `what` loses more than `MAX_FAR_LOSS` nats on far tokens."""
-    if lost is not None and lost > MAX_FAR_LOSS:
+def warn_of_far_loss(tokens: int, lost: float | None, what: str, remedy: str) -> None:
+    """Log a warning if `what` loses more than `MAX_FAR_LOSS` nats on `tokens` far tokens, which
+    are enough."""
+    if loses_too_much(tokens, lost):
         logger.warning(
-            "%s loses %.2f nats on tokens that depend on the far prompt, more than %g: %s",
+            "%s loses %.2f nats on %s tokens that depend on the far prompt, more than %g: %s",
             what,
             lost,
+            f"{tokens:,}",
             MAX_FAR_LOSS,
             remedy,
         )
@@ -135,15 +161,26 @@ def warn_of_far_loss(lost: float | None, what: str, remedy: str) -> None:
 def log_far_loss(folder: Path, step: int) -> None:
     """Log what a run in `folder` lost on far tokens before its first step and after `step`, if it
     was measured, with a warning if that is too much."""
-    lost = {
-        row["step"]: row[EVAL_FAR_NATS]
-        for row in read_metrics(folder / METRICS)
-        if EVAL_FAR_NATS in row
-    }
-    before, after = lost.get(0), lost.get(step)
-    if before is not None and after is not None:
-        logger.info("far tokens: %+.3f nats lost before training, %+.3f after", before, after)
+    rows = {row["step"]: row for row in read_metrics(folder / METRICS) if EVAL_FAR_TOKENS in row}
+    if step not in rows:
+        return
+    (tokens, after), before = far_of(rows[step]), rows.get(0, {}).get(EVAL_FAR_NATS)
+    if 0 < tokens < MIN_FAR_TOKENS:
+        logger.info(
+            "far tokens: %s (%d are needed); measure on more held-out rows (`eval_batches`) or on "
+            "longer ones",
+            describe_count(tokens),
+            MIN_FAR_TOKENS,
+        )
+    elif before is not None and after is not None:
+        logger.info(
+            "far tokens: %+.3f nats lost before training, %+.3f after, on %s",
+            before,
+            after,
+            describe_count(tokens),
+        )
     warn_of_far_loss(
+        tokens,
         after,
         "the student",
         "train it longer, keep more layers (`num_key_value_layers`), or make smaller groups "
@@ -151,10 +188,9 @@ def log_far_loss(folder: Path, step: int) -> None:
     )
 
 
-def sums(step: Callable[[Batch], Sums], batches: Iterable[Batch]) -> Sums:
-    """Sums over the predictions in all batches that their `loss_mask` keeps."""
-    parts = [step(batch) for batch in batches]
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves).sum(), *parts)
+def far_of(row: Mapping[str, Any]) -> tuple[int, float | None]:
+    """(far tokens, nats lost on them; None if there are none) of an evaluation's row."""
+    return row[EVAL_FAR_TOKENS], row.get(EVAL_FAR_NATS)
 
 
 def evaluations_since_best(losses: Sequence[float]) -> int:

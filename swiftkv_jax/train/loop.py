@@ -207,7 +207,15 @@ def train(
 
     with contextlib.ExitStack() as stack:
         metrics = stack.enter_context(
-            contextlib.closing(MetricsRecorder(recipe, progress, first_step=first, steps=steps))
+            contextlib.closing(
+                MetricsRecorder(
+                    recipe,
+                    progress,
+                    first_step=first,
+                    steps=steps,
+                    newest_saved=checkpoints.newest_step,
+                )
+            )
         )
         profile = stack.enter_context(
             ProfileWindow(recipe.profile_steps, recipe.output_dir / "profile")
@@ -217,6 +225,11 @@ def train(
         @functools.cache
         def held_out(data: DatasetMixture) -> HeldOut:
             return load_held_out(recipe, context.config, context.llama, data, context.mesh)
+
+        def is_evaluated(step: int) -> bool:
+            return step == steps or (
+                recipe.eval_steps is not None and step % recipe.eval_steps == 0
+            )
 
         def measure(step: int, state: TrainState) -> float | None:
             """The held-out loss; None without held-out data."""
@@ -232,7 +245,8 @@ def train(
             """Whether to stop early: after an evaluation, or at the start of a resumed run, which
             may have been killed after its last step."""
             patience = recipe.early_stopping_patience
-            if patience is None or evaluations_since_best(metrics.held_out_losses) < patience:
+            losses = list(metrics.held_out_losses.values())
+            if patience is None or evaluations_since_best(losses) < patience:
                 return False
             logger.info(
                 "step %d: the held-out loss has not fallen in %d evaluations", step, patience
@@ -241,6 +255,9 @@ def train(
 
         if first:
             logger.info("continuing after step %d of %d", first, steps)
+            if is_evaluated(first) and first not in metrics.held_out_losses:
+                measure(first, state)  # a signal came first
+            checkpoints.add_scores(metrics.held_out_losses)
             if patience_is_over(first):
                 return state, 0
         else:
@@ -268,13 +285,12 @@ def train(
                 progress.restart_clock()  # compilation is not training speed
 
             stop = signals.agreed()
-            evaluates = step == steps or (
-                recipe.eval_steps is not None and step % recipe.eval_steps == 0
-            )
+            evaluates = is_evaluated(step)
             if not (stop or evaluates or step % recipe.save_steps == 0):
                 continue
             metrics.flush()
-            evaluates &= not stop or step == steps  # a run that is stopped ends soon
+            # A run that is stopped ends soon; the one that continues it makes up for it.
+            evaluates &= not stop or step == steps
             checkpoints.save(state, score=measure(step, state) if evaluates else None)
             progress.restart_clock()
             if stop and step < steps:

@@ -12,7 +12,7 @@ import importlib
 import json
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from ..distributed import is_main_process
 from ..errors import DivergenceError, UsageError
 from ..io.files import write_atomic
+from .far_tokens import describe_far
 from .progress import Progress
 from .recipe import Recipe
 from .step import learning_rate
@@ -33,6 +34,8 @@ EVAL_LOSS = "eval_loss"
 """Name of the held-out loss in a row."""
 EVAL_FAR_NATS = "eval_far_nats"
 """Name of the nats lost on held-out far tokens, see `far_tokens`."""
+EVAL_FAR_TOKENS = "eval_far_tokens"
+"""Name of their number."""
 
 _PACKAGES = {  # a name of `report_to`: the module that it needs, and how to get it
     "jsonl": None,
@@ -116,8 +119,8 @@ def _complete_rows(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
 
 
 class _JsonLines:
-    """Keeps the rows up to the step that a resumed run starts from. That step was evaluated before
-    it was saved."""
+    """Keeps the rows up to the step that a resumed run starts from, with the evaluation of that
+    step if it was made before the step was saved."""
 
     def __init__(self, path: Path, first_step: int):
         kept = []
@@ -201,12 +204,22 @@ class MetricsRecorder:
     """Writes metrics, shows progress, and checks that the loss of every step is finite. The numbers
     of a step are read one step late."""
 
-    def __init__(self, recipe: Recipe, progress: Progress, *, first_step: int, steps: int):
+    def __init__(
+        self,
+        recipe: Recipe,
+        progress: Progress,
+        *,
+        first_step: int,
+        steps: int,
+        newest_saved: Callable[[], int | None],
+    ):
+        """`newest_saved` returns the newest step that can be continued from, None for none."""
         self._recipe, self._progress, self._steps = recipe, progress, steps
+        self._newest_saved = newest_saved
         self._rate = learning_rate(recipe, steps)
         self._unread: _UnreadStep | None = None
         self.held_out_losses = _held_out_losses(recipe.output_dir / METRICS, first_step)
-        """Losses of all evaluations so far, those before a restart included."""
+        """Step -> loss of every evaluation so far, those before a restart included."""
         self._log = MetricsLog(recipe.output_dir, first_step=first_step, report_to=recipe.report_to)
 
     def record(self, step: int, values: dict[str, jax.Array], row_ids: list[str]) -> None:
@@ -233,19 +246,31 @@ class MetricsRecorder:
         numbers = {name: float(value) for name, value in unread.values.items()}
         if not (math.isfinite(numbers["loss"]) and math.isfinite(numbers["grad_norm"])):
             rows = ", ".join(unread.row_ids[:8]) + (", ..." if len(unread.row_ids) > 8 else "")
+            saved = self._newest_saved()
+            before = (
+                f"{self._recipe.output_dir} holds no checkpoint from before"
+                if saved is None
+                else f"the newest checkpoint in {self._recipe.output_dir} is that of step {saved}"
+            )
             raise DivergenceError(
                 f"step {unread.step}: loss {numbers['loss']}, gradient norm "
-                f"{numbers['grad_norm']} on batch {unread.step - 1} (rows {rows}); checkpoints in "
-                f"{self._recipe.output_dir} are from before"
+                f"{numbers['grad_norm']} on batch {unread.step - 1} (rows {rows}); {before}"
             )
         return numbers
 
     def record_evaluation(self, step: int, results: dict[str, float]) -> None:
         """Held-out numbers of the state after `step`, with names that begin with `eval_`."""
-        shown = (f"{name.removeprefix('eval_')} {value:.4f}" for name, value in results.items())
+        shown = [
+            f"{_in_words(name)} {value:.4f}"
+            for name, value in results.items()
+            if name not in (EVAL_FAR_TOKENS, EVAL_FAR_NATS)
+        ]
+        if EVAL_FAR_NATS in results:
+            far = describe_far(int(results[EVAL_FAR_TOKENS]), results[EVAL_FAR_NATS])
+            shown.append(f"far nats {far}")
         logger.info("step %d: held-out %s", step, "  ".join(shown))
         self._log.write({"step": step} | results)
-        self.held_out_losses.append(results[EVAL_LOSS])
+        self.held_out_losses[step] = results[EVAL_LOSS]
 
     def close(self) -> None:
         """Close all outputs. A last step that was not read is not written, as after a kill."""
@@ -253,11 +278,16 @@ class MetricsRecorder:
             self._progress.close()
 
 
-def _held_out_losses(path: Path, first_step: int) -> list[float]:
-    if not first_step or not path.exists():
-        return []
-    return [
-        row[EVAL_LOSS]
+def _in_words(name: str) -> str:
+    words = {"eval_kl": "KL", "eval_logits_loss": "distillation loss"}
+    return words.get(name, name.removeprefix("eval_").replace("_", " "))
+
+
+def _held_out_losses(path: Path, first_step: int) -> dict[int, float]:
+    if not path.exists():
+        return {}
+    return {
+        row["step"]: row[EVAL_LOSS]
         for row in read_metrics(path)
-        if EVAL_LOSS in row and row["step"] <= first_step
-    ]
+        if EVAL_LOSS in row and _is_kept(row, first_step)
+    }

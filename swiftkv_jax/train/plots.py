@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..io.plotting import COLORS, figure
+from .far_tokens import describe_count
 from .sweep import Analysis
 
 
@@ -83,6 +84,8 @@ class Panel:
     scale: float = 1.0
     log: bool = False
     from_zero: bool = False
+    count: str | None = None
+    """Name of the number of far tokens that the curve is a mean over, for the title."""
 
 
 _PANELS = (
@@ -110,7 +113,12 @@ _PANELS = (
         (("agreement", "training"), ("eval_agreement", "held-out")),
         scale=100,
     ),
-    Panel("Lost on held-out far tokens", "nats per token", (("eval_far_nats", ""),)),
+    Panel(
+        "Lost on held-out far tokens",
+        "nats per token",
+        (("eval_far_nats", ""),),
+        count="eval_far_tokens",
+    ),
     Panel("Gradient norm, before clipping", "norm", (("grad_norm", ""),), log=True),
     Panel("Learning rate", "rate", (("learning_rate", ""),)),
     Panel(
@@ -151,7 +159,9 @@ def _draw_panel(axes: Any, panel: Panel, rows: Sequence[dict[str, Any]]) -> None
             axes.plot(
                 *zip(*points, strict=True), color=color, label=label, marker=marker, markersize=4
             )
-    axes.set(xlabel="step", ylabel=panel.unit, title=panel.title)
+    counts = [row[panel.count] for row in rows if panel.count in row]
+    title = f"{panel.title}: {describe_count(counts[-1])}" if counts else panel.title
+    axes.set(xlabel="step", ylabel=panel.unit, title=title)
     axes.set_xlim(left=-0.02 * rows[-1]["step"])
     axes.xaxis.get_major_locator().set_params(integer=True)
     if panel.from_zero:

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,6 +27,14 @@ _SHOWN = {
     "hidden_loss": "hidden",
     "grad_norm": "grad norm",
 }
+_ON_BAR = "loss", "KL", "agreement", "tokens/s", "MFU", "grad norm", "hidden"
+"""The figures beside a bar, those first that are shown where not all of them have room."""
+_BAR = "{desc}: {percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
+COLUMNS = 110
+"""Width of the bar and its figures on a wide terminal."""
+_GROWS = 8
+"""Columns kept free for a comma and for the times in the bar, which become longer."""
+SECONDS_BETWEEN_LINES = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +64,39 @@ def peak_flops(mesh: Mesh, dtype: jnp.dtype) -> PeakFlops:
     return PeakFlops(count * hardware.flops, f"{count} x {hardware.name}: {peak}, {product}")
 
 
+def _on_terminal() -> bool:
+    return is_main_process() and sys.stderr is not None and sys.stderr.isatty()
+
+
+def track[Item](
+    items: Iterable[Item], what: str, total: int, unit: str = "batch"
+) -> Iterator[Item]:
+    """The items, of which there are `total`, counted when the next one is asked for: on a bar that
+    goes away, or in plain lines, one at the start and then every `SECONDS_BETWEEN_LINES` at
+    most."""
+    units = f"{unit}es" if unit.endswith("ch") else f"{unit}s"
+    on_terminal, since = _on_terminal(), time.monotonic()
+    if not on_terminal:
+        logger.info("%s: %d %s", what, total, unit if total == 1 else units)
+    with tqdm(
+        desc=what,
+        total=total,
+        unit=unit,
+        leave=False,
+        disable=not on_terminal,
+        dynamic_ncols=True,
+        bar_format=_BAR,
+    ) as bar:
+        for number, item in enumerate(items):
+            if number:
+                bar.update()
+                if not on_terminal and time.monotonic() - since >= SECONDS_BETWEEN_LINES:
+                    since = time.monotonic()
+                    logger.info("%s: %d of %d %s", what, number, total, units)
+            yield item
+        bar.update()
+
+
 class Progress:
     """Losses, speed and time left while a run goes on. Process 0 of several shows them.
 
@@ -72,9 +113,13 @@ class Progress:
         flops_per_token: float,
         peak: PeakFlops,
     ):
-        hidden = not (is_main_process() and sys.stderr is not None and sys.stderr.isatty())
         self._bar = tqdm(
-            total=steps, initial=first_step, unit="step", disable=hidden, dynamic_ncols=True
+            total=steps,
+            initial=first_step,
+            unit="step",
+            disable=not _on_terminal(),
+            dynamic_ncols=True,
+            bar_format=_BAR,
         )
         self._steps, self._tokens_per_step = steps, tokens_per_step
         self._flops_per_token, self._peak = flops_per_token, peak
@@ -114,7 +159,7 @@ class Progress:
                 "MFU": f"{speed['mfu']:.1%}",
             }
         if not self._bar.disable:
-            self._bar.set_postfix(shown)  # the bar itself says how long it will take
+            self._bar.set_postfix_str(self._fitting(shown))  # the bar says how long it will take
         else:
             if speed:
                 left = (self._steps - step) * self._tokens_per_step / speed["tokens_per_second"]
@@ -123,6 +168,18 @@ class Progress:
             logger.info("step %d/%d  %s", step, self._steps, numbers)
         self.restart_clock()
         return speed
+
+    def _fitting(self, shown: Mapping[str, str]) -> str:
+        """As many of the figures as have room beside the bar, each of them whole."""
+        about = self._bar.format_dict
+        columns = min(about["ncols"] or COLUMNS, COLUMNS)
+        taken = len(tqdm.format_meter(**{**about, "ncols": None, "postfix": None})) + _GROWS
+        text = ""
+        for label in (label for label in _ON_BAR if label in shown):
+            longer = f"{text}  {label} {shown[label]}".strip()
+            if taken + len(longer) <= columns:
+                text = longer
+        return text
 
     def _steps_done(self) -> int:
         pending = self._newest is not None and not self._newest.is_ready()

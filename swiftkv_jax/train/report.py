@@ -23,7 +23,8 @@ from ..errors import CheckpointError, UsageError
 from ..io.files import write_atomic
 from ..io.plotting import matplotlib_missing
 from .divergence import describe
-from .metrics import METRICS, read_metrics
+from .far_tokens import describe_far
+from .metrics import EVAL_FAR_NATS, EVAL_FAR_TOKENS, METRICS, read_metrics
 from .plots import draw_run
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,6 @@ _OUTCOMES = {  # name in the metrics -> (label, format)
     "eval_kl": ("KL, nats per token", "{:.4g}"),
     "eval_logits_loss": ("distillation loss", "{:.4g}"),
     "eval_hidden_loss": ("hidden loss", "{:.4g}"),
-    "eval_far_nats": ("far tokens, nats lost", "{:+.3f}"),
 }
 
 _PAGE = """<!doctype html>
@@ -150,6 +150,9 @@ def outcomes(evaluations: Sequence[dict[str, Any]]) -> tuple[Sequence[str], list
     rows = [
         (label, *(form.format(row[key]) for row in chosen)) for key, (label, form) in found.items()
     ]
+    if all(EVAL_FAR_TOKENS in row for row in chosen):
+        far = (describe_far(row[EVAL_FAR_TOKENS], row.get(EVAL_FAR_NATS)) for row in chosen)
+        rows.append(("far tokens, nats lost", *far))
     excess = (
         f"{row['eval_student_perplexity'] / row['eval_teacher_perplexity'] - 1:+.2%}"
         for row in chosen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -9,8 +10,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
-from tqdm import tqdm
 
 from ..attention import Attention
 from ..batch import Batch
@@ -25,7 +26,8 @@ from ..io.files import write_json
 from ..model import Model
 from ..sharding import batch_sharding, swiftkv_shardings
 from .batch_sharder import BatchSharder
-from .data.loader import DatasetMixture, ShuffledBatches, batches
+from .data.loader import DatasetMixture, batches, rows_with_tokens
+from .progress import track
 from .recipe import TOKENS_PER_DIMENSION, Recipe
 
 logger = logging.getLogger(__name__)
@@ -119,8 +121,15 @@ def initialize_delta(
         return dataclasses.replace(model, swiftkv=init(config, model.llama, start=recipe.init)), ()
     tokens = calibration_tokens(recipe, config)
     found = _batches(recipe, data, mesh, tokens)
-    fit = calibrate(config, model.llama, found, attention=Attention(mesh, recipe.attention))
-    logger.info("fitted to %d tokens (%d asked for)", fit.tokens, tokens)
+    fit = calibrate(
+        config,
+        model.llama,
+        found,
+        attention=Attention(mesh, recipe.attention),
+        track=lambda layers: track(layers, "solving", config.num_upper_layers, "layer"),
+    )
+    short = f", all of the data ({tokens} asked for)" if fit.tokens < tokens else ""
+    logger.info("fitted to %d tokens%s", fit.tokens, short)
     logger.info("%s", describe_fit(fit.layers))
     return dataclasses.replace(model, config=fit.config, swiftkv=fit.delta), fit.layers
 
@@ -142,43 +151,33 @@ def calibration_tokens(recipe: Recipe, config: Config) -> int:
 
 
 def _batches(recipe: Recipe, data: DatasetMixture, mesh: Mesh, tokens: int) -> Iterator[Batch]:
-    """Batches of at least `tokens` positions, or as far as the data goes."""
-    fitted = calibration_batches(recipe, data, tokens)
-    sharder = BatchSharder(batch_sharding(mesh), (fitted.size,))
+    """The first `tokens` tokens that training reads, or an epoch of them: the same ones whatever
+    the size of a batch."""
+    fitted = rows_with_tokens(data, recipe.seed, tokens)
+    sharder = BatchSharder(batch_sharding(mesh), (recipe.micro_batch_size,))
     reading = batches(
         data,
         sharder.num_rows,
         positions=sharder.positions,
         seed=recipe.seed,
-        start=fitted.start,
-        stop=fitted.stop,
+        rows=range(fitted.rows),
     )
-    try:
-        for local in tqdm(
-            reading, desc="calibrating", unit="batch", total=fitted.stop, leave=False, disable=None
-        ):
-            yield sharder.shard(local.batch)
-    finally:
-        reading.close()
+    total = math.ceil(fitted.rows / sharder.num_rows)
+    with contextlib.closing(reading):
+        for number, local in enumerate(track(reading, "calibrating", total)):
+            rows = number * sharder.num_rows + np.array(sharder.positions)[:, None]
+            at = np.arange(local.batch.tokens.shape[1])
+            left_out = (rows == fitted.rows - 1) & (at >= fitted.last)
+            segment_ids = np.where(left_out, 0, local.batch.segment_ids)
+            yield sharder.shard(dataclasses.replace(local.batch, segment_ids=segment_ids))
 
 
-def calibration_batches(recipe: Recipe, data: DatasetMixture, tokens: int) -> ShuffledBatches:
-    """The first ones, of at least `tokens` positions, or as far as the data goes. None of its rows
-    comes twice, unless it has fewer rows than there are data devices."""
-    rows = min(
-        recipe.micro_batch_size, max(1, data.num_rows // recipe.mesh.rows) * recipe.mesh.rows
-    )
-    wanted = math.ceil(tokens / (rows * recipe.max_length))
-    return ShuffledBatches(rows, 0, min(wanted, max(1, data.num_rows // rows)))
-
-
-def rows_left(recipe: Recipe, data: DatasetMixture, tokens: int) -> ShuffledBatches | None:
-    """Batches to measure on that follow those of `tokens` positions, at most one for each
+def rows_left(recipe: Recipe, data: DatasetMixture, tokens: int) -> range | None:
+    """Rows to measure on that follow those of `tokens` tokens, at most one for each
     `FITTED_PER_MEASURED` of them; None if the data ends with them."""
-    size, _, fitted = calibration_batches(recipe, data, tokens)
-    left = data.num_distinct_rows // size - fitted
-    wanted = min(math.ceil(fitted / FITTED_PER_MEASURED), left)
-    return ShuffledBatches(size, fitted, fitted + wanted) if wanted > 0 else None
+    fitted = rows_with_tokens(data, recipe.seed, tokens).rows
+    wanted = min(math.ceil(fitted / FITTED_PER_MEASURED), data.num_distinct_rows - fitted)
+    return range(fitted, fitted + wanted) if wanted > 0 else None
 
 
 def describe_fit(layers: tuple[LayerFit, ...]) -> str:

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
-from tqdm import tqdm
 
 from ..attention import Attention
 from ..batch import Batch
@@ -37,6 +36,7 @@ from ..transformer import cross_layer, project_kv, self_layer
 from .cut_kv import States, calibrated_kv, copied_kv, layer_of
 from .distill import linear_kl
 from .far_tokens import only_far
+from .progress import track
 from .recipe import Init
 
 logger = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ def analyze_cuts(
 def _states(
     config: Config, attention: Attention, llama: Llama, batches: Sequence[Batch], description: str
 ) -> Iterator[States]:
-    for batch in tqdm(batches, desc=description, unit="batch", leave=False, disable=None):
+    for batch in track(batches, description, len(batches)):
         yield batch, *teacher_states(config, attention, llama, batch)
 
 

@@ -233,7 +233,8 @@ def test_far_predictions_are_found_once(folder, monkeypatch):
     [
         (0, None, "none", "there are none on which .*; measure on more text, or longer rows"),
         (1200, 0.5, "[+]0.500", "the 1,200 on which .* without the far part of the row"),
-        (9, -0.5, "-0.500", "the 9 on which .* the row; below 0 is no gain"),
+        (64, -0.5, "-0.500", "the 64 on which .* the row; below 0 is no gain"),
+        (63, -0.5, "too few", "the 63 on which .* the row, too few to say, 64 are needed: .*"),
     ],
 )
 def test_the_table_says_what_far_tokens_are(tokens, lost, cell, sentence):
@@ -247,18 +248,18 @@ def test_the_table_says_what_far_tokens_are(tokens, lost, cell, sentence):
 
 
 def test_a_model_that_loses_far_tokens_is_warned_of(caplog):
-    before = {"kl": 0.02, "far_nats": 0.3}
+    before = {"kl": 0.02, "far_nats": 0.3, "far_tokens": 99}
     cases = (0.01, 0.16, 1), (0.03, 0.14, 0), (0.03, 0.31, 2), (0.01, None, 0), (0.03, None, 1)
     for kl, far, warnings in cases:
         caplog.clear()
-        results = {"copied": before, "calibrated": {"kl": kl, "far_nats": far}}
+        results = {"copied": before, "calibrated": before | {"kl": kl, "far_nats": far}}
         train_calibrate.warn_of_losses(results, CUT, keep_delta=False)
         assert len(caplog.records) == warnings
     caplog.clear()
-    results = {"copied": before, "calibrated": {"kl": 0.03, "far_nats": 0.4}}
+    results = {"copied": before, "calibrated": before | {"kl": 0.03, "far_nats": 0.4}}
     train_calibrate.warn_of_losses(results, CUT, keep_delta=False)
     far, kl = caplog.messages
-    assert far.startswith("the calibrated model loses 0.40 nats on tokens that depend on the far")
+    assert far.startswith("the calibrated model loses 0.40 nats on 99 tokens that depend")
     assert (
         kl
         == "the calibrated model's KL from the teacher, 0.0300, is above that of the model "
@@ -276,7 +277,7 @@ def test_a_model_that_loses_far_tokens_is_warned_of(caplog):
 )
 def test_training_is_no_remedy_for_own(group, keep_delta, remedy, caplog):
     config = dataclasses.replace(CUT.cut(CUT.num_key_value_layers, group), generated_kv="own")
-    rows = {name: {"kl": 0.1, "far_nats": 0.4} for name in ("one", "other")}
+    rows = {name: {"kl": 0.1, "far_nats": 0.4, "far_tokens": 99} for name in ("one", "other")}
     train_calibrate.warn_of_losses(rows, config, keep_delta=keep_delta)
     assert caplog.messages[0].endswith(f": {remedy}, or keep more layers (`num_key_value_layers`)")
 

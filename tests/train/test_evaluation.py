@@ -23,7 +23,7 @@ def test_far_tokens_are_found_once_and_lost_nats_reported_at_each_evaluation(
     found = []
 
     def all_are_far(*arguments):
-        found.append(arguments[-1])
+        found.append(int(arguments[-1].loss_mask.sum()))
         return arguments[-1]
 
     monkeypatch.setattr(evaluation, "only_far", all_are_far)
@@ -36,9 +36,14 @@ def test_far_tokens_are_found_once_and_lost_nats_reported_at_each_evaluation(
     for row in measured.values():
         lost = math.log(row["eval_student_perplexity"] / row["eval_teacher_perplexity"])
         assert row["eval_far_nats"] == pytest.approx(lost, rel=1e-3, abs=1e-6)
+        assert row["eval_far_tokens"] == sum(found)
     first, last = (measured[step]["eval_far_nats"] for step in (0, 2))
     error = capsys.readouterr().err
-    assert f"far tokens: {first:+.3f} nats lost before training, {last:+.3f} after" in error
+    count = f"{sum(found)} tokens"
+    assert (
+        f"far tokens: {first:+.3f} nats lost before training, {last:+.3f} after, on {count}"
+    ) in error
+    assert f"  far nats {last:+.3f} ({count})\n" in error
 
     # Losses on other rows are not comparable.
     shutil.rmtree(tmp_path / "run" / "model")
@@ -66,15 +71,21 @@ def test_micro_batches_do_not_change_which_rows_are_measured(parts, tmp_path, mo
     assert len(rows) == 6
 
 
-@pytest.mark.parametrize(("lost", "warns"), [(0.14, False), (0.16, True), (None, False)])
-def test_a_student_that_loses_far_tokens_is_warned_of(lost, warns, tmp_path, log):
-    """Of the step that is exported, whatever the others lost."""
-    rows = [{"step": 0, "eval_far_nats": 0.1}, {"step": 1, "loss": 1.0}, {"step": 1}]
-    rows += [{"step": 2, "eval_far_nats": 0.9}]
+@pytest.mark.parametrize(
+    ("tokens", "lost", "warns"),
+    [(64, 0.14, False), (1200, 0.16, True), (63, 0.9, False), (0, None, False)],
+)
+def test_a_student_that_loses_far_tokens_is_warned_of(tokens, lost, warns, tmp_path, log):
+    """Of the step that is exported, whatever the others lost. From few nothing follows."""
+    number = {"eval_far_tokens": tokens}
+    rows = [{"step": 0, "eval_far_nats": 0.1} | number, {"step": 1, "loss": 1.0}, {"step": 1}]
+    rows += [{"step": 2, "eval_far_nats": 0.9} | number]
     if lost is not None:
-        rows[2]["eval_far_nats"] = lost
+        rows[2] |= {"eval_far_nats": lost} | number
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     evaluation.log_far_loss(tmp_path, 1)
-    text = "the student loses 0.16 nats on tokens that depend on the far prompt, more than 0.15"
+    text = "the student loses 0.16 nats on 1,200 tokens that depend on the far prompt, more than"
     assert any(message.startswith(text) for message in log.messages) == warns
     assert len(log.messages) == (0 if lost is None else 1 + warns)
+    if tokens == 63:
+        assert log.messages[0].startswith("far tokens: 63 tokens, too few to say (64 are needed);")

@@ -1,5 +1,4 @@
-"""The metrics of a run: cut back on resume in every sink, speeds that add up, traces of whole
-steps."""
+"""The metrics of a run: cut back on resume in every sink; traces of whole steps."""
 
 import contextlib
 import json
@@ -13,14 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from swiftkv_jax import roofline
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.hardware import Hardware
-from swiftkv_jax.mesh import make_mesh
-from swiftkv_jax.train import progress
 from swiftkv_jax.train.metrics import MetricsLog, parse_report_to, read_metrics
 from swiftkv_jax.train.profiling import ProfileWindow
-from swiftkv_jax.train.progress import PeakFlops, Progress, peak_flops
+from swiftkv_jax.train.progress import PeakFlops, Progress
 
 
 @contextlib.contextmanager
@@ -88,7 +83,9 @@ def test_other_processes_write_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     with metrics_log(tmp_path, 0, "tensorboard") as log:
         write_steps(log, 1, 2, attempt=1)
-    bar = make_progress()
+    bar = Progress(
+        first_step=0, steps=10, tokens_per_step=100, flops_per_token=3.0, peak=PeakFlops(600.0, "")
+    )
     bar.advance(jnp.zeros(()))
     assert bar.report(1, {"loss": 1.0}, useful_share=1.0)["tokens_per_second"] > 0
     assert list(tmp_path.iterdir()) == []
@@ -188,90 +185,6 @@ def test_wandb_continues_one_run(tmp_path, monkeypatch):
         [(2, {"train/loss": 1.0}), (2, {"eval/agreement": 1})],
     ]
     assert all(run.finished for run in runs)
-
-
-# Progress ---------------------------------------------------------------------
-
-
-def make_progress() -> Progress:
-    return Progress(
-        first_step=0, steps=10, tokens_per_step=100, flops_per_token=3.0, peak=PeakFlops(600.0, "")
-    )
-
-
-def test_speeds_add_up(monkeypatch, log):
-    clock = iter([0.0, 5.0, 5.0])
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(clock))
-    bar = make_progress()
-    bar.advance(jnp.zeros(()))
-    bar.advance(jnp.zeros(()))
-    values = {
-        "loss": 1.5,
-        "logits_loss": jnp.float32(1.25),
-        "kl": 0.375,
-        "hidden_loss": 0.25,
-        "agreement": 0.5,
-        "grad_norm": 3.0,
-        "tokens": 190,
-    }
-    assert bar.report(2, values, useful_share=0.95) == {
-        "tokens_per_second": 40.0,
-        "useful_tokens_per_second": 38.0,
-        "mfu": 0.2,
-        "seconds": 5.0,
-    }
-    shown = (
-        "loss 1.5000  KL 0.3750  agreement 0.5000  distillation loss 1.2500  hidden 0.2500  "
-        "grad norm 3.0000  tokens/s 40  MFU 20.0%  left 00:20"
-    )
-    assert log.messages == [f"step 2/10  {shown}"]
-
-
-@pytest.mark.parametrize("ready", [True, False], ids=["waits", "runs ahead"])
-def test_only_finished_steps_count(ready, monkeypatch):
-    """Steps of one second, read one late: on a device that runs ahead of the host, and where
-    starting a step runs it."""
-    now = [0.0]
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
-    bar = make_progress()
-    speeds = []
-    for step in range(1, 5):
-        now[0] = (
-            step if ready else step - 1
-        )  # when the step before has been read, and this one started
-        bar.advance(types.SimpleNamespace(is_ready=lambda: ready))
-        if step > 1:
-            speeds.append(bar.report(step - 1, {}, useful_share=1.0)["tokens_per_second"])
-    assert speeds == [100.0] * 3
-
-
-def test_no_speed_before_the_clock_has_run(log):
-    bar = make_progress()
-    bar.advance(jnp.zeros(()))
-    bar.restart_clock()
-    assert bar.report(1, {"loss": 1.0}, useful_share=1.0) == {}
-    assert log.messages == ["step 1/10  loss 1.0000"]
-
-
-def test_the_measured_rate_is_that_of_the_best_size(monkeypatch):
-    monkeypatch.setattr(roofline, "matmul_rates", lambda dtype: {512: 1e12, 1024: 5e12, 2048: 4e12})
-    assert roofline.matmul_rate.__wrapped__(jnp.float32) == 5e12
-
-
-def test_the_peak_is_the_published_one_where_it_is_known(monkeypatch):
-    monkeypatch.setattr(progress, "matmul_rate", lambda dtype: 5e12)
-    mesh = make_mesh((2, 1))
-    unknown = peak_flops(mesh, jnp.float32)
-    assert unknown.flops == 5e12, "emulated devices share their cores"
-    assert unknown.description == "1 x cpu: a large float32 matrix product reaches 5 TFLOP/s"
-    monkeypatch.setattr(progress, "hardware_of", lambda kind: Hardware("Abacus", 9e12, 1, 1))
-    known = peak_flops(mesh, jnp.float32)
-    assert known.flops == 9e12
-    assert (
-        known.description
-        == "1 x Abacus: published bfloat16 peak 9 TFLOP/s, a large float32 matrix product reaches "
-        "5 TFLOP/s"
-    )
 
 
 # Profile ----------------------------------------------------------------------

@@ -36,6 +36,7 @@ def evaluation(step: int, student: float) -> dict:
         "hidden_loss": 0.1,
         "loss": 0.3,
         "far_nats": 0.25,
+        "far_tokens": 1200,
     }
     return {"step": step} | {f"eval_{name}": value for name, value in numbers.items()}
 
@@ -90,7 +91,7 @@ def test_a_finished_run(tmp_path):
     assert rows["KL, nats per token"] == ["0.06", "0.06"]
     assert rows["distillation loss"] == ["4 Jensen-Shannon divergence at temperature 2"]
     assert ["distillation loss", "0.2", "0.2"] in cells(text)
-    assert rows["far tokens, nats lost"] == ["+0.250", "+0.250"]
+    assert rows["far tokens, nats lost"] == ["+0.250 (1,200 tokens)", "+0.250 (1,200 tokens)"]
     assert rows["model"] == ["llama &lt;8B&gt;"], "escaped"
     assert (
         rows["data"] == ["a.jsonl, b.jsonl"]
@@ -114,7 +115,7 @@ def test_the_picture_is_in_the_page(tmp_path):
         "Loss",
         "Held-out perplexity",
         "KL(teacher ‖ student)",
-        "Lost on held-out far tokens",
+        "Lost on held-out far tokens: 1,200 tokens",
         "Learning rate",
         "Speed",
         "tokens per second",
@@ -134,9 +135,14 @@ def test_a_run_that_goes_on(count, tmp_path):
     assert f"step {FINISHED[count - 1]['step']} of 40" in text
 
 
+def test_a_mean_over_few_far_tokens_is_not_shown():
+    row = evaluation(0, 12.0) | {"eval_far_tokens": 15}
+    assert ("far tokens, nats lost", "(15 tokens, too few to say)") in report.outcomes([row])[1]
+
+
 def test_evaluations_on_other_rows_show_what_both_have():
     first, last = evaluation(0, 12.0), evaluation(40, 10.5)
-    del last["eval_far_nats"]
+    del last["eval_far_tokens"]
     labels = [row[0] for row in report.outcomes([first, last])[1]]
     assert "perplexity, student" in labels and not any("far" in label for label in labels)
 

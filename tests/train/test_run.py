@@ -197,11 +197,19 @@ def test_a_finished_model_is_not_taken_for_a_new_runs(data, uninterrupted, tmp_p
     assert [path.name for path in output.iterdir()] == ["model"]  # found before data is prepared
 
 
-def test_divergence_stops_the_run(data, tmp_path, capsys):
+@pytest.mark.parametrize("saves", [True, False])
+def test_divergence_stops_the_run(saves, data, tmp_path, capsys):
+    """At the third step: the first has a rate of 0. And says which checkpoint there is."""
     output = tmp_path / "run"
-    assert main(arguments(data, output, **{"learning-rate": 1e30})) == 1
+    flags = {"learning-rate": 1e30, "save-steps": 1 if saves else 1000}
+    assert main(arguments(data, output, **flags)) == 1
     error = capsys.readouterr().err
     assert "error: step " in error.splitlines()[-1]
+    if saves:
+        assert f"; the newest checkpoint in {output} is that of step 2" in error.splitlines()[-1]
+    else:
+        assert f"; {output} holds no checkpoint from before" in error.splitlines()[-1]
+        assert not (output / "checkpoints").exists() or not any((output / "checkpoints").iterdir())
     assert "warning: without --eval-data nothing shows what the student loses" in error
     assert not (output / "model").exists()
 

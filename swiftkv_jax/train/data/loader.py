@@ -113,15 +113,6 @@ class DatasetMixture:
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-class ShuffledBatches(NamedTuple):
-    """Batches `start` to `stop - 1` of shuffled data, in the order in which training reads it."""
-
-    size: int
-    """Rows of a batch, over all devices."""
-    start: int
-    stop: int
-
-
 def batches(
     mixture: DatasetMixture,
     batch_size: int,
@@ -129,13 +120,15 @@ def batches(
     positions: Sequence[int],
     seed: int,
     start: int = 0,
-    stop: int,
+    stop: int | None = None,
+    rows: range | None = None,
     loss_mask: LossMask = "shifted",
     padding: Padding = "separate",
     own_tail: int | None = None,
     workers: int = 0,
 ) -> Generator[LocalBatch, None, None]:
-    """Batches `start` to `stop - 1` of the endless shuffled mixture.
+    """Batches `start` to `stop - 1` of the endless shuffled mixture, or of those of its `rows`,
+    whose last batch is filled with empty ones. One of `stop` and `rows` is given.
 
     `positions` are those of the batch's `batch_size` rows that this process needs; it reads no
     others. `own_tail` as in `PackedRow.fields`. Threads read ahead; with `workers` they run in as
@@ -145,9 +138,16 @@ def batches(
     """
     shuffled = [_shuffled(data, seed, number) for number, data in enumerate(mixture.datasets)]
 
+    def row(number: int) -> _NamedRow:
+        if rows is not None:
+            if number >= len(rows):
+                return "", EMPTY_ROW
+            number = rows[number]
+        dataset, index = choose(number, mixture.proportions)
+        return shuffled[dataset][index]
+
     def read(batch: int) -> list[_NamedRow]:
-        chosen = [choose(batch * batch_size + at, mixture.proportions) for at in positions]
-        return [shuffled[dataset][index] for dataset, index in chosen]
+        return [row(batch * batch_size + at) for at in positions]
 
     stack = functools.partial(
         _stack,
@@ -156,6 +156,9 @@ def batches(
         padding=padding,
         own_tail=own_tail,
     )
+    if stop is None:
+        assert rows is not None
+        stop = math.ceil(len(rows) / batch_size)
     found = grain.MapDataset.range(start, stop).map(read)
     dataset = (
         _in_processes(found.to_iter_dataset(_READ), workers).map(stack)
@@ -164,6 +167,27 @@ def batches(
     )
     with contextlib.closing(iter(dataset)) as iterator:
         yield from iterator
+
+
+class FirstRows(NamedTuple):
+    """Rows from the start of the shuffled mixture, of which the last may count in part."""
+
+    rows: int
+    tokens: int
+    """Tokens of them all that count."""
+    last: int
+    """Tokens of the last one that count, the first ones."""
+
+
+def rows_with_tokens(mixture: DatasetMixture, seed: int, tokens: int) -> FirstRows:
+    """The rows, of one epoch at most, that hold `tokens` tokens beside their padding."""
+    shuffled = [_shuffled(data, seed, number) for number, data in enumerate(mixture.datasets)]
+    total = size = count = 0
+    while total < tokens and count < mixture.num_rows:
+        dataset, index = choose(count, mixture.proportions)
+        size = min(len(shuffled[dataset][index][1].tokens), tokens - total)
+        total, count = total + size, count + 1
+    return FirstRows(count, total, size)
 
 
 def first_batches(
