@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from ..batch import Batch
 from ..checkpoints.auxiliary import read_auxiliary_files
+from ..checkpoints.foreign import missing
 from ..cli.exit import OK
 from ..config import Config
 from ..cost import stored_layer_weights, train_flops_by_part, train_flops_per_token
@@ -77,7 +78,7 @@ def planned_model(
     preset = PRESETS.get(recipe.model)
     if preset is None and not Path(recipe.model).exists():
         raise CheckpointError(
-            f"{recipe.model}: no such file or directory, and no shape that is known by name: "
+            f"{recipe.model}: {missing(Path(recipe.model))}; shapes that are known by name: "
             f"{', '.join(PRESETS)}"
         )
     config = cut_model(recipe, preset or read_auxiliary_files(Path(recipe.model))[0])
