@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -26,7 +27,9 @@ from .text.grammars import Compiler, GrammarQueue
 from .text.prompts import LONG, Prompt, PromptEncoder, Truncation
 from .text.reasoning import Reasoning, reasoning_of
 from .text.token_text import TokenSpellings
-from .text.tool_formats import ToolFormat, format_of
+from .text.tool_formats import FORMATS, UNPARSED, ToolFormat, format_of
+
+logger = logging.getLogger(__name__)
 
 
 class App:
@@ -84,11 +87,19 @@ class App:
             vocab_size=engine.config.vocab_size,
             eos_token_ids=engine.eos_token_ids,
         )
-        chosen, asked = self.options.tool_call_parser, format_of(template)
+        chosen, asked = self.options.tool_call_parser, None
+        if "tools" in self.template_variables:
+            asked = format_of(template)
         self.tool_format: ToolFormat | None = None
         """None refuses tools."""
         if asked is not None and chosen != "none":
             self.tool_format = ToolFormat.of(asked if chosen == "auto" else chosen, tokenizer)
+            if self.tool_format.name == UNPARSED:
+                logger.warning(
+                    "calls of tools come as text: the chat template asks for them in a format that "
+                    "is not parsed; `tool_call_parser` chooses one of %s",
+                    ", ".join(FORMATS),
+                )
         self.spellings = TokenSpellings(tokenizer)
         self.spellings_as_ids = TokenSpellings(tokenizer, as_ids=True)
 

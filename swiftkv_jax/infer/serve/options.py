@@ -127,7 +127,7 @@ class ServerOptions:
     """What to do with a field that no version of the API has; the header `x-ignored-fields` of the
     answer names those that were ignored."""
 
-    tool_call_parser: Literal["auto", "llama3_json", "hermes", "none"] = "auto"
+    tool_call_parser: Literal["auto", "llama3_json", "hermes", "qwen3_coder", "none"] = "auto"
     """Format of calls of tools; "auto" is that of the chat template, "none" refuses tools."""
 
     reasoning_parser: ReasoningParser = "auto"

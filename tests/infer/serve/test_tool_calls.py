@@ -6,7 +6,6 @@ import random
 import pytest
 
 from swiftkv_jax.infer.serve.text.tool_calls import ToolCallParser
-from swiftkv_jax.infer.serve.text.tool_formats import format_of
 
 NAMES = {"get_weather", "f", "send-mail_2"}
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": [1, "}"]}}\n</tool_call>'
@@ -27,7 +26,7 @@ def parse(text: str, size: int = 1, format: str = "llama3_json", **options):
         else:
             assert part.index == len(calls) - 1 and part.id is None
         calls[-1][1] += part.arguments
-    content += parser.finish()
+    content += "".join(str(rest) for rest in parser.finish())
     assert parser.num_calls == len(calls)
     return content, [tuple(call) for call in calls]
 
@@ -48,6 +47,9 @@ def parse(text: str, size: int = 1, format: str = "llama3_json", **options):
         ('{"parameters": {"a": 1}, "name": "f"}', "", [("f", '{"a": 1}')]),
         ('{"name": "f", "parameters": {}, "id": "}"} x', " x", [("f", "{}")]),
         ('{"name": "f"}', "", [("f", "{}")]),
+        ('{"name": "f", "arguments": null}', "", [("f", "{}")]),
+        ('{"name": "f", "parameters": ""}', "", [("f", "{}")]),
+        ('{"name": "f", "arguments": 0}',) * 2 + ([],),
         (
             '{"type": "f", "name": "f", "parameters": {"x": "\\ud800"}}',
             "",
@@ -159,9 +161,3 @@ def test_held_text_is_bounded():
             parser.push(sign)
             held = max(held, len(parser._text))
         assert held <= 1100
-
-
-def test_format_of_templates():
-    assert format_of("{{ messages }}") is None
-    assert format_of("{% if tools %}<tool_call>{% endif %}") == "hermes"
-    assert format_of("{% if tools %}{'name': ...}{% endif %}") == "llama3_json"

@@ -22,7 +22,9 @@ def calls_grammar(schemas: Mapping[str, Any], tool_format: ToolFormat, *, single
         begin = json.dumps(f'{{"name": "{name}", "{key}": ')
         call = f'{begin} arguments{number} "}}"'
         if tool_format.name == "hermes":
-            opened, closed = (_marker(one, tool_format) for one in ("<tool_call>", "</tool_call>"))
+            opened, closed = (
+                marker_of(one, tool_format) for one in ("<tool_call>", "</tool_call>")
+            )
             call = f"{opened} {BREAK} {call} {BREAK} {closed}"
         rules += [f"call{number}: {call}", f"arguments{number}: %json {json_options(schema)}"]
     if tool_format.name == "hermes":
@@ -34,7 +36,7 @@ def calls_grammar(schemas: Mapping[str, Any], tool_format: ToolFormat, *, single
     return "\n".join([start, *rules])
 
 
-def _marker(marker: str, tool_format: ToolFormat) -> str:
+def marker_of(marker: str, tool_format: ToolFormat) -> str:
     """A marker as its token, or as text: a token is no text to llguidance, nor the reverse."""
     token = tool_format.token_ids.get(marker)
     return json.dumps(marker) if token is None else f"<[{token}]>"

@@ -11,9 +11,11 @@ from ...json_schema import checked_schema, read_schema
 from ...structured_outputs import StructuredOutputs, json_grammar
 from ..errors import APIError, invalid, unsupported
 from ..protocol import ChatBody, NamedToolChoice, Sampling, Tool
-from ..text.tool_calls import ToolCallParser
-from ..text.tool_formats import ToolFormat
+from ..text.tool_calls import CallParser, ToolCallParser
+from ..text.tool_formats import UNPARSED, ToolFormat
+from ..text.xml_tool_calls import XMLToolCallParser
 from .call_grammars import calls_grammar
+from .xml_call_grammars import xml_calls_grammar
 
 MAX_TOOLS = 128
 NO_ARGUMENTS: Mapping[str, Any] = {
@@ -37,10 +39,14 @@ class Form:
     tool_format: ToolFormat | None = None
     single_call: bool = False
 
-    def parser(self) -> ToolCallParser | None:
+    def parser(self) -> CallParser | None:
         """What reads the calls of one answer; None if there are none."""
         if self.tool_format is None:
             return None
+        if self.tool_format.name == "qwen3_coder":
+            return XMLToolCallParser(
+                self.tools, single=self.single_call, forced=self.grammar is not None
+            )
         return ToolCallParser(
             self.tools,
             self.tool_format.name,
@@ -65,6 +71,14 @@ def form_of(body: Sampling, tool_format: ToolFormat | None) -> Form:
     single = body.parallel_tool_calls is False
     if choice == "auto" and grammar is not None:
         return Form(grammar, param)  # the form leaves no room for a call
+    if tool_format.name == UNPARSED:
+        if choice == "auto":
+            return Form(grammar, param)
+        raise unsupported(
+            "tool_choice",
+            "`tool_choice`: this model's chat template asks for calls in a format that this server "
+            "does not force; leave it at 'auto', and read the calls from the text",
+        )
     form = Form(grammar, param, tools, tool_format, single)
     if isinstance(choice, NamedToolChoice):
         name = choice.function.name
@@ -80,7 +94,13 @@ def form_of(body: Sampling, tool_format: ToolFormat | None) -> Form:
         for number, tool in enumerate(body.tools)
         if tool.function.name in form.tools
     }
-    lark = calls_grammar(schemas, tool_format, single=form.single_call)
+    try:
+        if tool_format.name == "qwen3_coder":
+            lark = xml_calls_grammar(schemas, tool_format, single=form.single_call)
+        else:
+            lark = calls_grammar(schemas, tool_format, single=form.single_call)
+    except UsageError as error:
+        raise invalid("tools", f"`tools`: {error}", "invalid_grammar") from None
     return dataclasses.replace(form, grammar=lark, param="tools")
 
 

@@ -19,7 +19,7 @@ from ...text import TextStream, text_decoder
 from ..errors import APIError, invalid, of_usage
 from ..text.prompts import Prompt
 from ..text.reasoning import END, ReasoningDelta, ReasoningParser, tokens_through
-from ..text.tool_calls import AnswerPart, ToolCallDelta, ToolCallParser
+from ..text.tool_calls import AnswerPart, CallParser, ToolCallDelta
 from .admission import QUANTUM, Reservation
 from .engine_thread import Ended
 
@@ -77,7 +77,7 @@ class Choice:
         tokenizer: Any,
         request: Request,
         include_stop: bool,
-        parser: ToolCallParser | None = None,
+        parser: CallParser | None = None,
         reasoning: ReasoningParser | None = None,
     ):
         self.index, self._params, self._include_stop = index, request.params, include_stop
@@ -145,9 +145,10 @@ class Choice:
         if parser.is_complete:
             self.finish_reason = self.finish_reason or "stop"
         if self.finish_reason is not None:
-            if rest := parser.finish():
-                parts.append(rest)
-            if parser.num_calls and self.finish_reason == "stop":
+            is_cut = self.finish_reason != "stop" or self.stop_reason is not None
+            parts += parser.finish(is_cut=is_cut)
+            is_whole = self.finish_reason == "stop" and not parser.is_within_call
+            if parser.num_calls and is_whole:
                 self.finish_reason = "tool_calls"
         return parts
 

@@ -1,8 +1,8 @@
 """Calls of functions in the text of a model, as they come: one parser for streams and for whole
 answers.
 
-A call is a JSON object with a "name" that was declared and its "parameters" (or "arguments"), none
-for a function without them, anywhere in the text but inside another object. The text before and
+A call is a JSON object with a "name" that was declared and its "parameters" (or "arguments"), which
+may be missing, null or "", anywhere in the text but inside another object. The text before and
 after is content. Calls may be separated by whitespace, `;` and the markers of the format: Llama 3's
 `<|python_tag|>`, or `<tool_call>` and `</tool_call>` around each call (Hermes, Qwen). What looks
 like a call and is none is content.
@@ -14,7 +14,7 @@ import dataclasses
 import json
 import secrets
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from .tool_formats import FORMATS
 
@@ -22,11 +22,11 @@ MAX_NAME = 64
 _ARGUMENTS = "parameters", "arguments"
 _BUFFERED = "type", "id", *_ARGUMENTS
 """Keys with which a call may begin that is read to its end first."""
-_MAX_GAP = 1024
+MAX_GAP = 1024
 """Characters between calls that are held back until it is known what follows."""
-_MAX_HEAD = 512
+MAX_HEAD = 512
 """Characters of a call before its arguments."""
-_SPACE = " \t\r\n"
+SPACE = " \t\r\n"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,6 +42,20 @@ class ToolCallDelta:
 
 AnswerPart = str | ToolCallDelta
 """Content, or a part of a call."""
+
+
+class CallParser(Protocol):
+    """What reads the calls of one answer."""
+
+    num_calls: int
+    is_complete: bool
+
+    def push(self, text: str) -> list[AnswerPart]: ...
+
+    def finish(self, *, is_cut: bool) -> list[AnswerPart]: ...
+
+    @property
+    def is_within_call(self) -> bool: ...
 
 
 class ToolCallParser:
@@ -80,14 +94,19 @@ class ToolCallParser:
         parts, self._parts = self._parts, []
         return parts
 
-    def finish(self) -> str:
+    def finish(self, *, is_cut: bool = False) -> list[AnswerPart]:
         """The end of the text: what was held back is content, or a call that was cut short where
-        calls are forced."""
+        calls are forced. Whether the answer `is_cut` makes no difference."""
         rest, self._text = self._text, ""
         if self._forced or self._state not in (self._read_text, self._read_object):
-            return ""
+            return []
         separators = self._state == self._read_text and not self._without_gap(rest)
-        return "" if self._follows_call and separators else rest
+        return [] if not rest or (self._follows_call and separators) else [rest]
+
+    @property
+    def is_within_call(self) -> bool:
+        """A call has begun, and its arguments are not whole."""
+        return self._state == self._read_arguments
 
     # States: each reads some of the text, and returns whether another may go on -----------------
 
@@ -98,7 +117,7 @@ class ToolCallParser:
         certain = len(self._without_gap(before, may_go_on=brace < 0))
         if certain:
             self._gap_is_content = False
-        if self._gap_is_content or len(before) - certain > _MAX_GAP:
+        if self._gap_is_content or len(before) - certain > MAX_GAP:
             certain, self._gap_is_content = len(before), True
         nested = self._depth_after(text[:certain]) > 0 and not before.endswith("\n")
         self._emit(text[:certain])
@@ -109,7 +128,7 @@ class ToolCallParser:
         try:
             found = None if nested else _head(self._text, self._brace, self._names)
         except _Incomplete:
-            if len(self._text) - self._brace <= _MAX_HEAD:
+            if len(self._text) - self._brace <= MAX_HEAD:
                 return False
             found = None
         if found is None:
@@ -139,7 +158,7 @@ class ToolCallParser:
 
     def _read_close(self) -> bool:
         """The rest of an object after the arguments; other keys are left out."""
-        self._text = self._text.lstrip(_SPACE)
+        self._text = self._text.lstrip(SPACE)
         if not self._text:
             return False
         if self._text[0] == ",":
@@ -179,8 +198,8 @@ class ToolCallParser:
 
     def _emit(self, content: str) -> None:
         if self._follows_call:  # what closes a call is no content
-            while opened := [m for m in self._markers if content.lstrip(_SPACE).startswith(m)]:
-                content = content.lstrip(_SPACE).removeprefix(opened[0])
+            while opened := [m for m in self._markers if content.lstrip(SPACE).startswith(m)]:
+                content = content.lstrip(SPACE).removeprefix(opened[0])
         if content:
             self._depth = self._depth_after(content)
             self._parts.append(content)
@@ -204,9 +223,9 @@ class ToolCallParser:
         one."""
         if may_go_on:
             text = text.removesuffix(self._begun_marker(text))
-        if self._follows_call and not self._stripped(text, _SPACE + ";,"):
+        if self._follows_call and not self._stripped(text, SPACE + ";,"):
             return ""
-        return self._stripped(text, _SPACE)
+        return self._stripped(text, SPACE)
 
     def _stripped(self, text: str, space: str) -> str:
         """`text` without these characters and markers at its end."""
@@ -256,7 +275,7 @@ def _head(text: str, at: int, names: Collection[str]) -> _Head | _Buffered | Non
         return _Buffered()
     if reader.next() != ":" or reader.next() != "{":
         return _Buffered()
-    return _Head(name, reader.at - 1) if reader.at - at <= _MAX_HEAD else None
+    return _Head(name, reader.at - 1) if reader.at - at <= MAX_HEAD else None
 
 
 class _Reader:
@@ -268,7 +287,7 @@ class _Reader:
     def next(self) -> str:
         """The next sign, after spaces. Raises `_Incomplete`."""
         text = self._text
-        while self.at < len(text) and text[self.at] in _SPACE:
+        while self.at < len(text) and text[self.at] in SPACE:
             self.at += 1
         if self.at == len(text):
             raise _Incomplete
@@ -327,6 +346,8 @@ def _whole_call(text: str, names: Collection[str]) -> tuple[str, str] | None:
         if not given and not found.keys() <= {"name", "type", "id"}:
             return None
         arguments = given[0] if given else {}
+        if arguments is None or arguments == "":  # as some models write that there are none
+            arguments = {}
         if isinstance(arguments, str):  # JSON in JSON, as in OpenAI's own messages
             arguments = json.loads(arguments)
         written = json.dumps(arguments, allow_nan=False)

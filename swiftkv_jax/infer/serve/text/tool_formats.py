@@ -4,14 +4,25 @@ markers are tokens."""
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
 FORMATS: Mapping[str, tuple[str, ...]] = {
     "llama3_json": ("<|python_tag|>",),
     "hermes": ("<tool_call>", "</tool_call>"),
+    "qwen3_coder": ("<tool_call>", "</tool_call>"),
 }
 """Formats, with vLLM's names -> their markers."""
+UNPARSED = "unparsed"
+"""In place of a format: calls of the model are in another one, and come as text."""
+_OTHER_FORMATS = re.compile(
+    r"<[^<>\s'\"]*(?i:tool\S{0,2}calls?|function\S?calls?)[^<>]*>|\[TOOL_CALLS?\]|\[ARGS\]"
+    r"|<function=|functools\[|<arg_key>|<invoke|<\|START_ACTION\|>|<\|channel\|>"
+)
+"""Marks of calls in the templates of Mistral, DeepSeek, Granite 3, Phi-4, GLM-4.5, MiniMax, Kimi,
+Command R, gpt-oss and Functionary. Their calls are no objects of a name and its arguments, or stand
+in a list."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +30,7 @@ class ToolFormat:
     """How one model calls tools."""
 
     name: str
-    """One of `FORMATS`."""
+    """One of `FORMATS`, or `UNPARSED`."""
     token_ids: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Markers that are tokens of their own; the others are text."""
 
@@ -28,11 +39,15 @@ class ToolFormat:
         """A format as a tokenizer writes it."""
         added = getattr(tokenizer, "added_tokens_decoder", {})
         ids = {str(token): index for index, token in added.items()}
-        return cls(name, {marker: ids[marker] for marker in FORMATS[name] if marker in ids})
+        return cls(name, {marker: ids[marker] for marker in FORMATS.get(name, ()) if marker in ids})
 
 
 def format_of(template: str) -> str | None:
-    """The format that a chat template asks for; None if it takes no tools."""
+    """The format that a chat template asks for, or `UNPARSED`; None if it takes no tools."""
     if "tools" not in template:
         return None
-    return "hermes" if "<tool_call>" in template else "llama3_json"
+    if all(mark in template for mark in ("<tool_call>", "<function=", "<parameter=")):
+        return "qwen3_coder"
+    if "<tool_call>" in template and "<arg_key>" not in template:
+        return "hermes"
+    return UNPARSED if _OTHER_FORMATS.search(template) else "llama3_json"

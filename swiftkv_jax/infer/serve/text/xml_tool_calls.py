@@ -1,0 +1,239 @@
+"""Calls of functions as Qwen3-Coder writes them, one parser for streams and for whole answers:
+
+    <tool_call>
+    <function=NAME>
+    <parameter=X>
+    text of any number of lines
+    </parameter>
+    </function>
+    </tool_call>
+
+NAME is a declared function, and `<tool_call>` may be missing: tokenizers may leave it out of texts.
+One line break after `<parameter=X>` and one before `</parameter>` belong to the tags. Arguments
+become JSON of their declared types; those that are texts come as they are written. What looks like
+a call and is none is content.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from .tool_calls import MAX_GAP, MAX_HEAD, MAX_NAME, SPACE, AnswerPart, ToolCallDelta
+from .xml_arguments import argument_json, argument_schema, types_of
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+FUNCTION, FUNCTION_END = "<function=", "</function>"
+PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+
+
+class XMLToolCallParser:
+    """Reads one answer."""
+
+    def __init__(
+        self,
+        schemas: Mapping[str, Mapping[str, Any]],
+        *,
+        single: bool = False,
+        forced: bool = False,
+    ):
+        """`schemas` has the declared functions with the schemas of their arguments; the others are
+        those of `ToolCallParser`."""
+        self._schemas, self._single, self._forced = schemas, single, forced
+        self._text = ""
+        """What is not certain yet."""
+        self._state = self._read_text
+        self._follows_call = self._gap_is_content = False
+        self._schema: Mapping[str, Any] = {}
+        """Of the call's arguments."""
+        self._argument: Mapping[str, Any] = {}
+        """Schema of the argument that is read."""
+        self._is_first = self._is_blank = self._is_streamed = False
+        """No argument has come; nothing of this one; it is a text, which goes out as it comes."""
+        self._value: list[str] = []
+        """Of an argument that does not."""
+        self._parts: list[AnswerPart] = []
+        self.num_calls = 0
+        self.is_complete = False
+        """The answer ends here, whatever follows."""
+
+    def push(self, text: str) -> list[AnswerPart]:
+        """Add text. Returns what has become certain, in its order."""
+        self._text += text
+        while not self.is_complete and self._state():
+            pass
+        if self.is_complete:
+            self._text = ""
+        parts, self._parts = self._parts, []
+        return parts
+
+    def finish(self, *, is_cut: bool) -> list[AnswerPart]:
+        """The end of the text. A call that the model did not end ends here, unless the answer
+        `is_cut`."""
+        if self.is_within_call and not is_cut:
+            if self._state == self._read_value:
+                self._end_value(len(self._text))
+            self._end_call()
+        elif self._state == self._read_text and not self._forced:
+            blank = self._follows_call and not self._text.strip(SPACE)
+            self._emit("" if blank else self._text)
+        self._text = ""
+        parts, self._parts = self._parts, []
+        return parts
+
+    @property
+    def is_within_call(self) -> bool:
+        """A call has begun, and its arguments are not whole."""
+        return self._state in (self._read_parameters, self._read_value)
+
+    # States: each reads some of the text, and returns whether another may go on -----------------
+
+    def _read_text(self) -> bool:
+        text = self._text
+        found = [at for mark in (OPEN, FUNCTION) if (at := text.find(mark)) >= 0]
+        if not found:
+            begun = max(_begun(text, OPEN), _begun(text, FUNCTION))
+            certain = self._certain(text[: len(text) - begun])
+            self._emit(text[:certain])
+            self._text = text[certain:]
+            return False
+        before, self._text = text[: min(found)], text[min(found) :]
+        head = _head(self._text)
+        if head is None and len(self._text) <= MAX_HEAD:  # more is needed
+            self._text = before + self._text
+            return False
+        name, end = head or ("", 0)
+        if name not in self._schemas:
+            self._emit(before + self._text[0])
+            self._text = self._text[1:]
+            return True
+        self._emit(before[: self._certain(before)])
+        self._text, self._gap_is_content = self._text[end:], False
+        self._schema, self._is_first = self._schemas[name], True
+        call_id = f"call_{secrets.token_hex(12)}"
+        self._parts.append(ToolCallDelta(self.num_calls, name, call_id))
+        self.num_calls += 1
+        self._write("{")
+        self._state = self._read_parameters
+        return True
+
+    def _certain(self, text: str) -> int:
+        """Characters of content in front of a call: without the spaces at the end, unless these are
+        very many."""
+        certain = len(text.rstrip(SPACE))
+        self._gap_is_content &= not certain
+        if self._gap_is_content or len(text) - certain > MAX_GAP:
+            self._gap_is_content, self._follows_call = True, False
+            return len(text)
+        return certain
+
+    def _read_parameters(self) -> bool:
+        """What stands between the arguments: nothing that matters."""
+        text = self._text
+        ends = [at for mark in (FUNCTION_END, CLOSE) if (at := text.find(mark)) >= 0]
+        begin = text.find(PARAMETER)
+        if ends and not 0 <= begin < min(ends):
+            self._text = text[min(ends) :].removeprefix(FUNCTION_END)
+            self._end_call()
+            return True
+        if begin < 0:
+            self._text = text[-max(map(len, (FUNCTION_END, CLOSE))) :]
+            return False
+        begin += len(PARAMETER)
+        if (end := text.find(">", begin)) < 0:
+            if len(text) - begin <= MAX_HEAD:
+                return False
+            self._text = text[begin:]
+            return True
+        name, self._text = text[begin:end], text[end + 1 :]
+        self._argument = argument_schema(self._schema, name)
+        self._is_streamed = types_of(self._argument, self._schema) <= {"string"}
+        separator, quote = "" if self._is_first else ", ", '"' if self._is_streamed else ""
+        self._write(f"{separator}{json.dumps(name, ensure_ascii=False)}: {quote}")
+        self._is_first, self._is_blank = False, True
+        self._state = self._read_value
+        return True
+
+    def _read_value(self) -> bool:
+        if self._is_blank:
+            if not self._text:
+                return False
+            self._text, self._is_blank = self._text.removeprefix("\n"), False
+        text = self._text
+        if (end := text.find(PARAMETER_END)) >= 0:
+            self._end_value(end)
+            self._text = text[end + len(PARAMETER_END) :]
+            self._state = self._read_parameters
+            return True
+        certain = len(text[: len(text) - _begun(text, PARAMETER_END)].removesuffix("\n"))
+        self._add(text[:certain])
+        self._text = text[certain:]
+        return False
+
+    def _read_close(self) -> bool:
+        """The tag after a call, or none."""
+        text = self._text.lstrip(SPACE)
+        if CLOSE.startswith(text) and len(text) < len(CLOSE):
+            return False
+        if text.startswith(CLOSE):
+            self._text = text[len(CLOSE) :]
+        self._state = self._read_text
+        return True
+
+    # Parts ------------------------------------------------------------------------
+
+    def _emit(self, content: str) -> None:
+        if content and not (self._follows_call and not content.strip(SPACE)):
+            self._parts.append(content)
+            self._follows_call = False
+
+    def _write(self, arguments: str) -> None:
+        if arguments:
+            self._parts.append(ToolCallDelta(self.num_calls - 1, arguments=arguments))
+
+    def _add(self, text: str) -> None:
+        """More of an argument."""
+        if self._is_streamed:
+            self._write(json.dumps(text, ensure_ascii=False)[1:-1])
+        else:
+            self._value.append(text)
+
+    def _end_value(self, end: int) -> None:
+        self._add(self._text[:end].removesuffix("\n"))
+        if self._is_streamed:
+            self._write('"')
+            return
+        value, self._value = "".join(self._value), []
+        self._write(argument_json(value, self._argument, self._schema))
+
+    def _end_call(self) -> None:
+        self._write("}")
+        self._follows_call, self._state = True, self._read_close
+        self.is_complete = self._single
+
+
+def _head(text: str) -> tuple[str, int] | None:
+    """(name of a function, where its arguments begin) of a text that begins with `OPEN` or
+    `FUNCTION`; "" for no call, None if more is needed to tell."""
+    at = len(text) - len(text.removeprefix(OPEN).lstrip(SPACE))
+    if not text.startswith(FUNCTION, at):
+        return None if FUNCTION.startswith(text[at:]) else ("", 0)
+    begin = at + len(FUNCTION)
+    end = text.find(">", begin, begin + MAX_NAME + 1)
+    if end < 0:
+        return None if len(text) - begin <= MAX_NAME else ("", 0)
+    at = len(text) - len(text[end + 1 :].lstrip(SPACE))
+    for mark in (PARAMETER, FUNCTION_END):
+        if text.startswith(mark, at):
+            return text[begin:end], at
+        if mark.startswith(text[at:]):
+            return None
+    return "", 0
+
+
+def _begun(text: str, mark: str) -> int:
+    """Characters at the end of `text` with which `mark` begins."""
+    at = text.rfind(mark[0], max(len(text) - len(mark) + 1, 0))
+    return len(text) - at if at >= 0 and mark.startswith(text[at:]) else 0
