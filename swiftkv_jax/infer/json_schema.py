@@ -41,11 +41,11 @@ _SCHEMAS_BY_NAME = (
     "definitions",
     "dependentSchemas",
 )
-_LITERAL_NAMES = re.compile(
-    r"\^(?:\((?:\?:)?)?((?:[\w \-/:@#]|\\[.\-/$])+(?:\|[\w \-/:@#]+)*)\)?\$"
-)
+_NAME = r"(?:[\w \-/:@#]|\\[.\-/$])+"
+_LITERAL_NAMES = re.compile(rf"\^(?:({_NAME})|\((?:\?:)?({_NAME}(?:\|{_NAME})*)\))\$")
 """A pattern of names that are spelled out, `^(a|b)$`."""
-_UNBOUNDED = re.compile(r"(?:^|[^\\])(?:\\\\)*(?:[*+]|\{\d+,\})")
+_MANY_NAMES = re.compile(r"[*+{.]|(?<!\()\?|\\[A-Za-z]|\[\^|\[[^\]]*-|^.{65}")
+"""What makes a pattern fit more names than a schema declares, or makes it take long to tell."""
 
 
 def checked_schema(schema: str | bool | Mapping[str, Any] | None) -> dict[str, Any]:
@@ -125,18 +125,25 @@ def _join_patterns(schema: dict[str, Any]) -> None:
     properties, patterns = dict(schema["properties"]), {}
     for pattern, said in schema["patternProperties"].items():
         spelled = _LITERAL_NAMES.fullmatch(pattern)
-        names = set(re.sub(r"\\(.)", r"\1", spelled[1]).split("|")) if spelled else set()
+        written = (spelled[1] or spelled[2]) if spelled else ""
+        names = set(re.sub(r"\\(.)", r"\1", written).split("|"))
         if spelled and names <= properties.keys():
             properties |= {name: {"allOf": [properties[name], said]} for name in names}
             continue
-        is_finite = pattern[:1] == "^" and pattern[-1:] == "$" and not _UNBOUNDED.search(pattern)
-        if is_finite and not spelled and (name := _first_match(pattern, properties)):
+        if not spelled and _is_of_few(pattern) and (name := _first_match(pattern, properties)):
             raise UsageError(
                 f"`patternProperties` in a schema: {pattern!r} fits the declared property "
                 f"{name!r}; declare all of its names, or spell them out as ^(a|b)$"
             )
         patterns[pattern] = said
     schema |= {"properties": properties, "patternProperties": patterns}
+
+
+def _is_of_few(pattern: str) -> bool:
+    """Whether few names fit a pattern."""
+    outside = re.sub(r"\([^()]*\)", "", pattern)
+    is_anchored = pattern[:1] == "^" and pattern[-1:] == "$" and "|" not in outside
+    return is_anchored and not _MANY_NAMES.search(pattern)
 
 
 def _first_match(pattern: str, names: Mapping[str, Any]) -> str | None:

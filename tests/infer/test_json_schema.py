@@ -173,12 +173,12 @@ def test_what_is_called_format_and_is_none_stays():
 # Objects ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pattern", ["^(score|tags)$", "^(?:tags|score)$"])
+@pytest.mark.parametrize("pattern", ["^(score|tags)$", "^(?:tags|score)$", "^(score|tags|a\\.b)$"])
 def test_a_pattern_that_only_declared_names_fit(pattern):
     """llguidance would begin a property after these, and then have no name for it."""
     schema = {
         "type": "object",
-        "properties": {"score": {"type": "integer"}, "tags": {}},
+        "properties": {"score": {"type": "integer"}, "tags": {}, "a.b": False},
         "patternProperties": {pattern: {"type": ["integer", "array"], "maximum": 9}},
         "additionalProperties": False,
     }
@@ -201,6 +201,10 @@ def test_other_patterns_beside_declared_names():
     }
     outputs = StructuredOutputs(json=schema)
     assert accepts(outputs, '{"score":5,"tags":[]}') and not accepts(outputs, '{"score":[]}')
+    for pattern in ("^[a-z]{5}$", "^s|x$", "^s.ore$", "^(score|x)$"):
+        schema["patternProperties"] = {pattern: {"type": ["integer", "array"]}}
+        outputs = StructuredOutputs(json=schema)
+        assert accepts(outputs, '{"score":5}') and not accepts(outputs, '{"score":[]}'), pattern
     schema["patternProperties"] = {"^[s]core$": {}}
     with pytest.raises(UsageError, match="fits the declared property 'score'"):
         COMPILER.compile(StructuredOutputs(json=schema))

@@ -95,11 +95,10 @@ def _text(schema: Mapping[str, Any]) -> str:
     from llguidance import regex_to_lark  # type: ignore[attr-defined]
 
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    found = (
-        f"/(?s:.{{{least},{most}}})/ & {_NO_END}"
-        if least or most != ""
-        else (f"/(?s:.*)/ & {_NO_END}")
-    )
+    if type(least) is not int or (most != "" and type(most) is not int):
+        raise UsageError("`minLength` and `maxLength` in a schema must be whole numbers")
+    length = f".{{{least},{most}}}" if least or most != "" else ".*"
+    found = f"/(?s:{length})/ & {_NO_END}"
     if (pattern := schema.get("pattern")) is None:
         return found
     body = str(pattern).removeprefix("^")
