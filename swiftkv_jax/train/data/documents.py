@@ -77,9 +77,11 @@ def parse_row(row: Any, origin: str) -> Document | Unreadable:
     )
     try:
         found = _document(fields, origin)
-    except (_Malformed, MessageError) as error:
-        at = f"message {error.number}: " if isinstance(error, MessageError) else ""
-        return Unreadable(origin, f"{at}{error}")
+    except _Malformed as error:
+        return Unreadable(origin, str(error))
+    except MessageError as error:
+        part = f", {error.field}" if "[" in error.field else ""
+        return Unreadable(origin, f"message {error.number}{part}: {error}")
     if found is None:
         return Unreadable(origin, f"unknown form, found {_describe(row)}; accepted: {FORMS}")
     return found
