@@ -23,7 +23,7 @@ from ..io.plotting import matplotlib_missing
 from ..kernel_check import checked_implementation, forward_configs
 from ..mesh import MeshShape, dp_size, make_mesh, parse_mesh
 from ..sharding import batch_sharding
-from .cut_list import parse_cuts
+from .cut_list import NamedCut, parse_cuts
 from .data.batches import batches_of
 from .data.excerpts import read_excerpts
 from .far_tokens import FAR_NATS, MAX_FAR_LOSS, MIN_FAR_TOKENS, far_cell, loses_too_much
@@ -70,6 +70,8 @@ class SweepSettings:
     """The plain Llama: all layers lower."""
     cuts: list[tuple[int, int]]
     """(K, g) of each cut."""
+    named: list[NamedCut]
+    """Its K, as they were asked for."""
     prompt_length: int
     folder: Path
 
@@ -102,6 +104,8 @@ def analyze(options: AnalyzeOptions) -> int:
             f"`data`={' '.join(settings.data)}: no text is left beside the rows that are measured; "
             f"more text, fewer `rows`, or another `init` than closed-form"
         )
+    if any("%" in cut.name for cut in settings.named):
+        logger.info("of %d layers %s", config.num_layers, ", ".join(map(str, settings.named)))
 
     configs = forward_configs(config, model.dtype, mesh)
     attention = checked_implementation(None, configs, mesh.local_devices[0])
@@ -157,14 +161,11 @@ def settle(options: AnalyzeOptions) -> SweepSettings:
     if not cuts:
         why = "; ".join(reasons.values())
         raise UsageError(f"`groups`={options.groups}: none fits at any of the cuts: {why}")
-    if any("%" in cut.name for cut in named):
-        logger.info("of %d layers %s", config.num_layers, ", ".join(map(str, named)))
     for reason in reasons.values():
         logger.warning("left out: %s", reason)
     folder = options.output_dir or Path("runs") / f"analyze-{Path(model).resolve().name}"
-    return SweepSettings(
-        model, options.data or DEMO.data, config, cuts, checked_lengths(options, config), folder
-    )
+    data, length = options.data or DEMO.data, checked_lengths(options, config)
+    return SweepSettings(model, data, config, cuts, named, length, folder)
 
 
 def parse_groups(text: str) -> list[int]:
