@@ -1,12 +1,15 @@
 """Compile a function for a described machine, and read what its compiler says of the kernels in
 it."""
 
+import hashlib
 import os
 import re
+import types
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
+from jax.experimental.mosaic.gpu import core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from swiftkv_jax.topology import topology_mesh
@@ -23,6 +26,18 @@ class Kernel(NamedTuple):
     tma: int
     # ptxas lost what was asked for: WGMMAs in series (C7510), register counts ignored (C7508)
     warned: bool
+
+
+_programs = 0  # compiled in this process
+
+
+def _hash(code: bytes):
+    return hashlib.sha256(code + str(_programs).encode())
+
+
+# From JAX 0.12 on a process compiles kernels of one hash once, in whatever programs they are, and
+# says nothing of them again. Here each program has its own.
+core.hashlib = types.SimpleNamespace(sha256=_hash)  # pyright: ignore
 
 
 def compile_for(topology: str, function, *shapes):
@@ -44,10 +59,12 @@ def lower_for(topology: str, function, *shapes):
 
 def with_kernels(lowered):
     """(compiled, the Mosaic GPU kernels that were compiled for it)."""
+    global _programs
     dump = Path(os.environ["MOSAIC_GPU_DUMP_TO"])
     for file in dump.iterdir():
         file.unlink()
     compiled = lowered.compile()
+    _programs += 1
     return compiled, [_read(file) for file in sorted(dump.glob("*.ptxas"))]
 
 
