@@ -181,9 +181,26 @@ class FunctionName(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: str
 
 
-class NamedToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    type: Literal["function"]
+class NamedToolChoice(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="function"
+):
     function: FunctionName
+
+
+class AllowedTools(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    mode: Literal["auto", "required"]
+    tools: list[NamedToolChoice]
+
+
+class AllowedToolsChoice(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="allowed_tools"
+):
+    """Some of the tools: the prompt has all of them, so that its prefix stays cached."""
+
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice
 
 
 class FunctionCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -253,7 +270,7 @@ class ChatBody(Sampling, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
     chat_template_kwargs: dict[str, Any] | None = None

@@ -111,6 +111,50 @@ def test_a_function_of_a_namespace_may_be_forced(client, choice, namespace):
     check_schema(call.arguments)
 
 
+def test_allowed_tools(server, says):
+    """The model is offered all; a call of another one is text, and a forced one is of these."""
+    named = {"type": "function", "name": "read", "namespace": "agents"}
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [named, SEARCH]}
+    body = {"input": "hi", "tools": TOOLS, "max_output_tokens": 300, "temperature": 0}
+    _, plain = server.post(PATH, body)
+    status, answer = server.post(PATH, body | {"tool_choice": choice})
+    assert status == 200, answer
+    assert [one["namespace"] for one in answer["output"]] == ["agents"] * len(answer["output"])
+    assert answer["tool_choice"] == choice
+    assert answer["usage"]["input_tokens"] == plain["usage"]["input_tokens"]
+    choice["mode"] = "auto"
+    for said, kind in (("agents__read", "function_call"), ("read", "message")):
+        says(call_of(said))
+        _, answer = server.post(PATH, body | {"tool_choice": choice})
+        assert [one["type"] for one in answer["output"]] == [kind]
+
+
+def test_allowed_tools_of_chats(server, says):
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in "ab"
+    ]
+    allowed: Any = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "a"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    body: Any = {"messages": [{"role": "user", "content": "hi"}], "tools": tools, "temperature": 0}
+    body |= {"tool_choice": choice, "max_tokens": 300}
+    chat = "/v1/chat/completions"
+    for name, reason in (("a", "tool_calls"), ("b", "stop")):
+        says(call_of(name))
+        _, answer = server.post(chat, body)
+        assert answer["choices"][0]["finish_reason"] == reason
+    allowed["mode"] = "required"
+    _, answer = server.post(chat, body)
+    calls = answer["choices"][0]["message"]["tool_calls"]
+    assert {call["function"]["name"] for call in calls} == {"a"}
+    for bad in ([], [{"type": "function", "function": {"name": "c"}}]):
+        allowed["tools"] = bad
+        status, answer = server.post(chat, body)
+        assert (status, answer["error"]["param"]) == (400, "tool_choice")
+    allowed |= {"tools": tools[:1], "of_another_api": None}
+    allowed["tools"][0]["function"].pop("parameters")
+    assert server.post(chat, body)[0] == 200
+
+
 def test_the_model_is_offered_functions_under_names_of_its_own():
     found = offered(copy.deepcopy(TOOLS), ignore_unknown=False)
     functions = [tool.function for tool in found.tools]
@@ -182,6 +226,12 @@ def test_tools_that_the_server_would_run_are_not_offered(server, tools):
             "tool_choice",
             "'write'",
         ),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
+            "tool_choice",
+            "no function",
+        ),
+        ({"tools": TOOLS, "tool_choice": {"type": "web_search"}}, "tool_choice.type", "web_search"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "`store` to false"),
         ({"input": [{"type": "compaction_trigger"}]}, "input[0].type", "'compaction_trigger'"),
         (

@@ -290,11 +290,11 @@ def _thinking(
 
 def _choice(
     choice: ToolChoice,
-) -> Literal["none", "auto", "required"] | NamedToolChoice | None:
+) -> Literal["none", "required"] | NamedToolChoice | None:
     if choice.type == "tool":
         if choice.name is None:
             raise invalid("tool_choice.name", "`name` is missing")
-        return NamedToolChoice(type="function", function=FunctionName(name=choice.name))
+        return NamedToolChoice(function=FunctionName(name=choice.name))
     names: Mapping[str, Literal["none", "required"]] = {"none": "none", "any": "required"}
     return names.get(choice.type)
 

@@ -63,10 +63,20 @@ class NamespaceTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tools: list[dict[str, Any]]
 
 
-class FunctionChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    type: Literal["function"]
+class FunctionChoice(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="function"
+):
     name: str
     namespace: str | None = None
+
+
+class AllowedChoice(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="allowed_tools"
+):
+    """Some of the tools: functions, and those that are not offered."""
+
+    mode: Literal["auto", "required"]
+    tools: list[dict[str, Any]]
 
 
 Summary = Literal["auto", "concise", "detailed"]
@@ -97,7 +107,7 @@ class ResponsesBody(Body, kw_only=True):
     text: TextOptions | None = None
     tools: list[dict[str, Any]] | None = None
     """Of any type: `response_tools`."""
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     include: list[str] | None = None

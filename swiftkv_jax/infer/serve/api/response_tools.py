@@ -10,9 +10,17 @@ from typing import Any
 
 from ..bodies.decoding import convert
 from ..errors import invalid, unsupported
-from ..protocol import Function, Tool
+from ..protocol import (
+    AllowedTools,
+    AllowedToolsChoice,
+    Function,
+    FunctionName,
+    NamedToolChoice,
+    Tool,
+    ToolChoice,
+)
 from ..text.tool_calls import MAX_NAME
-from .response_bodies import FunctionChoice, FunctionTool, NamespaceTool
+from .response_bodies import AllowedChoice, FunctionChoice, FunctionTool, NamespaceTool
 
 _HOSTED = re.compile(
     "(code_interpreter|file_search|image_generation|mcp|programmatic_tool_calling|tool_search"
@@ -35,7 +43,27 @@ class OfferedTools:
     ignored: list[str] = dataclasses.field(default_factory=list)
     """Paths of what has no effect."""
 
-    def name_of(self, choice: FunctionChoice) -> str:
+    def choice(self, choice: Any) -> ToolChoice | None:
+        """A body's `tool_choice` as that of a chat. Raises `APIError`."""
+        if isinstance(choice, FunctionChoice):
+            return self._named(choice)
+        if not isinstance(choice, AllowedChoice):
+            return choice
+        allowed = []
+        for number, tool in enumerate(choice.tools):
+            kind, at = tool.get("type"), f"tool_choice.tools[{number}]"
+            if isinstance(kind, str) and _HOSTED.fullmatch(kind):
+                continue
+            if kind != "function":
+                message = f"`tool_choice`: a tool of type {str(kind)!r} is not supported"
+                raise unsupported(f"{at}.type", message)
+            allowed.append(self._named(convert(FunctionChoice, tool, at, ignore_unknown=False)[0]))
+        return AllowedToolsChoice(allowed_tools=AllowedTools(mode=choice.mode, tools=allowed))
+
+    def _named(self, choice: FunctionChoice) -> NamedToolChoice:
+        return NamedToolChoice(function=FunctionName(name=self._name_of(choice)))
+
+    def _name_of(self, choice: FunctionChoice) -> str:
         """The name that the model has for a function. Without a `namespace` it is one that has
         none, or else the only one of this name."""
         if choice.namespace is not None:

@@ -19,10 +19,8 @@ from ..protocol import (
     MAX_MESSAGES,
     ChatBody,
     FunctionCall,
-    FunctionName,
     JSONSchema,
     Message,
-    NamedToolChoice,
     ResponseFormat,
     ToolCall,
 )
@@ -31,7 +29,6 @@ from ..service.generation import Generation
 from .event_stream import answer_in_events
 from .generate import chat_generation
 from .response_bodies import (
-    FunctionChoice,
     InputItem,
     ReasoningOptions,
     ResponsesBody,
@@ -162,10 +159,6 @@ def chat_body(body: ResponsesBody, tools: OfferedTools | None = None) -> tuple[C
     if body.instructions is not None:
         messages.insert(0, Message(role="system", content=body.instructions))
         places.insert(0, "instructions")
-    choice = body.tool_choice
-    if isinstance(choice, FunctionChoice):
-        function = FunctionName(name=tools.name_of(choice))
-        choice = NamedToolChoice(type="function", function=function)
     chat = ChatBody(
         model=body.model,
         messages=messages,
@@ -174,7 +167,7 @@ def chat_body(body: ResponsesBody, tools: OfferedTools | None = None) -> tuple[C
         top_p=body.top_p,
         response_format=_format(body.text),
         tools=tools.tools or None,
-        tool_choice=choice,
+        tool_choice=tools.choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         metadata=body.metadata,

@@ -91,11 +91,14 @@ def _drop_unknown(
         )
         dropped = []
     elif isinstance(kind, inspect.StructType) and isinstance(value, dict):
+        if kind.tag_field is not None and value.get(kind.tag_field) != kind.tag:
+            return []  # of a union another one is meant
         prefix, known = f"{at}." if at else "", {one.encode_name: one.type for one in kind.fields}
         dropped = [
             name
             for name, one in value.items()
             if name not in known
+            and name != kind.tag_field
             and (kind.forbid_unknown_fields if most_nulls is None else one is None)
         ]
         for name in dropped:

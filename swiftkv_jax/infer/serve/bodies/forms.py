@@ -10,7 +10,7 @@ from ....errors import UsageError
 from ...json_schema import checked_schema, read_schema
 from ...structured_outputs import StructuredOutputs, json_grammar
 from ..errors import APIError, invalid, unsupported
-from ..protocol import ChatBody, NamedToolChoice, Sampling, Tool
+from ..protocol import AllowedToolsChoice, ChatBody, NamedToolChoice, Sampling, Tool
 from ..text.tool_calls import CallParser, ToolCallParser
 from ..text.tool_formats import UNPARSED, ToolFormat
 from ..text.xml_tool_calls import XMLToolCallParser
@@ -67,6 +67,14 @@ def form_of(body: Sampling, tool_format: ToolFormat | None) -> Form:
     tools, choice = _check_tools(body, tool_format), body.tool_choice or "auto"
     if choice == "none":
         return Form(grammar, param)
+    if isinstance(choice, AllowedToolsChoice):
+        allowed = [one.function.name for one in choice.allowed_tools.tools]
+        if not allowed:
+            raise invalid("tool_choice", "`tool_choice`: there is no function among its `tools`")
+        for name in allowed:
+            _check_is_tool(name, tools)
+        tools = {name: tool for name, tool in tools.items() if name in allowed}
+        choice = choice.allowed_tools.mode
     assert tool_format is not None
     single = body.parallel_tool_calls is False
     if choice == "auto" and grammar is not None:
@@ -82,8 +90,7 @@ def form_of(body: Sampling, tool_format: ToolFormat | None) -> Form:
     form = Form(grammar, param, tools, tool_format, single)
     if isinstance(choice, NamedToolChoice):
         name = choice.function.name
-        if name not in tools:
-            raise invalid("tool_choice", f"`tool_choice`: {name!r} is not one of the tools")
+        _check_is_tool(name, tools)
         form = dataclasses.replace(form, tools={name: tools[name]}, single_call=True)
     elif choice == "auto":
         return form
@@ -102,6 +109,12 @@ def form_of(body: Sampling, tool_format: ToolFormat | None) -> Form:
     except UsageError as error:
         raise invalid("tools", f"`tools`: {error}", "invalid_grammar") from None
     return dataclasses.replace(form, grammar=lark, param="tools")
+
+
+def _check_is_tool(name: str, tools: Mapping[str, Any]) -> None:
+    """Raise `APIError` for a tool that `tool_choice` names and the body does not have."""
+    if name not in tools:
+        raise invalid("tool_choice", f"`tool_choice`: {name!r} is not one of the tools")
 
 
 def _structured(body: Sampling) -> tuple[str | None, str]:
