@@ -62,7 +62,8 @@ class APIError(Exception):
 
 class PromptTooLong(APIError):
     """400 for a prompt that does not fit the model's context, by itself or with the new tokens that
-    are asked for. Its message is OpenAI's, by which clients tell it from other errors;
+    are asked for. Its message is OpenAI's, by which clients tell it from other errors, with the
+    code after it: LangChain looks for that in the text of an error, where openai 3 leaves it out.
     `message_events` writes Anthropic's."""
 
     def __init__(
@@ -99,7 +100,8 @@ class PromptTooLong(APIError):
                 f"{new_tokens} for the completion). Please reduce your prompt; or completion "
                 f"length."
             )
-        super().__init__(400, "context_length_exceeded", message, param=param)
+        code = "context_length_exceeded"
+        super().__init__(400, code, f"{message} ({code})", param=param)
 
 
 def invalid(param: str | None, message: str, code: str = "invalid_value") -> APIError:
