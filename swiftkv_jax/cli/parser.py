@@ -9,11 +9,20 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import UsageError
 from .exit import USAGE, run
 from .flags_elsewhere import advice
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Values are called N and X where they are numbers, and a flag has no name for them."""
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        names = {int: "N", float: "X", Path: "PATH"}
+        return names.get(action.type) or action.dest.upper()  # type: ignore[arg-type]
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -24,7 +33,7 @@ class ArgumentParser(argparse.ArgumentParser):
     """
 
     def __init__(self, *args: Any, elsewhere: Mapping[str, str] | None = None, **options: Any):
-        super().__init__(*args, **options)
+        super().__init__(*args, **{"formatter_class": HelpFormatter} | options)
         self._elsewhere = dict(elsewhere or {})
 
     def error(self, message: str) -> NoReturn:

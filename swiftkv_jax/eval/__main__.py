@@ -1,7 +1,7 @@
 """`python -m swiftkv_jax.eval`: benchmark tasks by lm-evaluation-harness, on this package's engine.
 
-    python -m swiftkv_jax.eval --model llama-3.1-8b-swiftkv --tasks hellaswag,gsm8k --limit 200
-    python -m swiftkv_jax.eval --model llama-3.1-8b-swiftkv --paper --swiftkv both -o accuracy.json
+    python -m swiftkv_jax.eval --model runs/8b/model --tasks hellaswag,gsm8k --limit 200
+    python -m swiftkv_jax.eval --model runs/8b/model --paper --swiftkv both -o accuracy.json
 
 Needs `pip install 'swiftkv-jax[eval]'`, and no PyTorch. Log-likelihoods are exact, generations are
 the engine's; texts are split, marked and truncated as by the harness's own models, with a warning
@@ -35,11 +35,10 @@ def parser() -> argparse.ArgumentParser:
     result = cli.ArgumentParser(
         prog=cli.prog("eval"),
         description=cli.as_called(__doc__ or ""),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         conflict_handler="resolve",
         elsewhere=flags_elsewhere.VLLM,
     )
-    add = result.add_argument
+    add = result.add_argument_group("tasks").add_argument
     add(
         "--tasks",
         type=_names,
@@ -91,14 +90,15 @@ def parser() -> argparse.ArgumentParser:
         metavar="JSON",
         help="the numbers, and what they were measured with; a new file",
     )
-    add_model_arguments(result)
-    add(
+    models = result.add_argument_group("model")
+    add_model_arguments(models)
+    models.add_argument(
         "--swiftkv",
         choices=(*SWIFTKV_CHOICES, "both"),
         default="auto",
         help="off: the unmodified teacher; both: compared (default: on if there)",
     )
-    add_engine_arguments(result)
+    add_engine_arguments(result.add_argument_group("engine"))
     return result
 
 

@@ -3,8 +3,8 @@
 With no arguments it continues a line of Python with the demo model. `generate` is the default
 command:
 
-    python -m swiftkv_jax.infer --model llama-3.1-8b-swiftkv -p "Once upon a time"
-    python -m swiftkv_jax.infer --model llama-3.1-8b-swiftkv -i prompts.jsonl -o answers.jsonl
+    python -m swiftkv_jax.infer --model runs/8b/model -p "Once upon a time"
+    python -m swiftkv_jax.infer --model runs/8b/model -i prompts.jsonl -o answers.jsonl
 """
 
 from __future__ import annotations
@@ -71,7 +71,6 @@ def parser(command: str) -> argparse.ArgumentParser:
     result = cli.ArgumentParser(
         prog=f"{cli.prog('infer')} {command}",
         description=cli.as_called(module.__doc__ or ""),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         elsewhere=COMMANDS[command].elsewhere,
     )
     module.add_flags(result)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import numbers
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any, overload
 
 import jax
@@ -66,6 +66,7 @@ def generate(
     exact_tail: int | None = None,
     mesh: Mesh | None = None,
     attention: Implementation | None = None,
+    on_compile: Callable[[int, int], object] | None = None,
     **sampling: Any,
 ) -> str | list[str] | list[int] | list[list[int]]:
     """Continue prompts. A text gives a text and token ids give token ids, one prompt or a list.
@@ -76,8 +77,9 @@ def generate(
     parameters are those of `SamplingParams`; `sampling` takes the others, and neutral values of
     what vLLM and Transformers have besides. The number of a prompt is its random stream, so equal
     prompts draw differently. `swiftkv` False runs the unmodified teacher, True the student, None
-    the student if there is a delta; `mesh` and `attention` are as in `Engine.from_model`, the rest
-    as in `EngineOptions`.
+    the student if there is a delta; `mesh` and `attention` are as in `Engine.from_model`, and so is
+    `on_compile`, a callback with the numbers of compiled programs and of all; the rest as in
+    `EngineOptions`.
 
     Raises `UsageError` (a `ValueError`) that names the prompt or the parameter, `DataError` (a
     `ValueError`) if the logits are not finite, and the errors of `Engine.from_model`. Each call
@@ -143,7 +145,9 @@ def generate(
             check_request(request, model.config, options)
     if not many:
         return []
-    engine = Engine.from_model(model, options, swiftkv=swiftkv, mesh=mesh, attention=attention)
+    engine = Engine.from_model(
+        model, options, swiftkv=swiftkv, mesh=mesh, attention=attention, on_compile=on_compile
+    )
     answers = _run(engine, requests, tokenizer, text)
     return answers[0] if one else answers
 

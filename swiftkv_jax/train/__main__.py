@@ -7,14 +7,13 @@ model, on eight GPUs:
         --data chat.jsonl --output-dir runs/70b
 
 The same command continues an interrupted run. --dry-run says beforehand what it takes and how long.
-Also:
+Further commands of train, each with its own --help:
 
-    python -m swiftkv_jax.train analyze ...    which cut to choose: undistilled divergence, FLOPs
-                                               and KV bytes of each
-    python -m swiftkv_jax.train calibrate ...  a model in closed form, without training
-    python -m swiftkv_jax.train prepare ...    read, tokenise and pack the data once, for many runs
-    python -m swiftkv_jax.train show FOLDER    look at prepared rows, targets marked
-    python -m swiftkv_jax.train report RUN     the curves of a run, also while it goes on
+    analyze    which cut to choose: undistilled divergence, FLOPs and KV bytes of each
+    calibrate  a model in closed form, without training
+    prepare    read, tokenise and pack the data once, for many runs
+    show       look at prepared rows, targets marked
+    report     the curves of a run, also while it goes on
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ def parser() -> argparse.ArgumentParser:
     result = cli.ArgumentParser(
         prog=cli.prog("train"),
         description=cli.as_called(__doc__ or ""),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         elsewhere=flags_elsewhere.TRAINER,
     )
     add_training_arguments(result)

@@ -6,7 +6,7 @@ projection) it shows the student's distance from the teacher on a text, and what
 student is the one that training starts from: in closed form, fitted to text that it is not measured
 on. With no --model it analyses the demo model. Example:
 
-    python -m swiftkv_jax.train analyze --model llama-3.1-8b-instruct --data chat.jsonl
+    python -m swiftkv_jax.train analyze --model Llama-3.1-8B-Instruct --data chat.jsonl
 """
 
 from __future__ import annotations

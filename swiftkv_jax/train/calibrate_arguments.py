@@ -6,8 +6,8 @@ both. Seconds for small models; `--dry-run` counts the operations of larger ones
 each layer follows and the distance from the teacher on held-out text, beside that of a copy of the
 teacher's projections. With no --model it calibrates the demo model. Example:
 
-    python -m swiftkv_jax.train calibrate --model llama-3.1-8b-instruct --data chat.jsonl \\
-        --eval-data held-out.jsonl --output-dir llama-3.1-8b-calibrated
+    python -m swiftkv_jax.train calibrate --model Llama-3.1-8B-Instruct --data chat.jsonl \\
+        --eval-data held-out.jsonl --output-dir runs/8b
 
 OUTPUT_DIR/model can be served, and distilled further by `train --model OUTPUT_DIR/model`. With
 --keep-delta nothing is fitted: the model keeps its trained delta, and only its queries for shared

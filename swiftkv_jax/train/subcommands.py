@@ -96,7 +96,6 @@ def parser(name: str) -> argparse.ArgumentParser:
     result = cli.ArgumentParser(
         prog=cli.prog(f"train {name}"),
         description=cli.as_called(inspect.cleandoc(SUBCOMMANDS[name].description or "")),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         elsewhere=flags_elsewhere.TRAINER,
     )
     SUBCOMMANDS[name].add_flags(result)

@@ -26,6 +26,7 @@ from ..engine.requests import Request, RequestOutput
 from ..engine.sampling_params import SamplingParams
 from ..text import TextStream, encode_chat
 from .chat_arguments import LINES
+from .chat_template import PACKAGED_TEMPLATE, chat_template_text, set_chat_template
 from .engine_options import given_engine_options
 from .sampling_options import given_sampling_params, sampling_params
 from .start import start_engine
@@ -42,6 +43,10 @@ def main(args: argparse.Namespace) -> int:
     # Mistakes in the command line end the run before weights are read.
     SamplingParams(**sampling_fields)
     EngineOptions(**engine_fields)
+    file = args.chat_template
+    if file is None and model_options.model is None:
+        file = Path(PACKAGED_TEMPLATE)  # the demo model has none
+    template = None if file is None else chat_template_text(file)
     model, mesh = load_model(model_options)
     if jax.process_count() > 1:
         raise UsageError(
@@ -49,6 +54,8 @@ def main(args: argparse.Namespace) -> int:
             "generate"
         )
     params, tokenizer = sampling_params(sampling_fields, model), model.tokenizer
+    if template is not None:
+        set_chat_template(tokenizer, template, str(file))
     encode_chat(tokenizer, [{"role": "user", "content": ""}])  # needs a template that works
     longest = min(MAX_MODEL_LEN, model.config.max_position_embeddings)
     defaults: dict[str, Any] = {

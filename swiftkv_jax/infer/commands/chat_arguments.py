@@ -1,8 +1,9 @@
 """`python -m swiftkv_jax.infer chat`: a conversation in the terminal.
 
 The conversation so far stays in the KV cache, so each turn prefills only what is new. Ctrl-C stops
-a reply and keeps what there is of it; at the prompt it ends the session. Lines that begin with /
-are commands; //text sends /text:
+a reply and keeps what there is of it; at the prompt it ends the session. Without --model the demo
+model answers, which continues Python, by the packaged template `plain`. Lines that begin with / are
+commands; //text sends /text:
 
     /reset        forget the conversation          /stats        of the last reply
     /undo         forget the last line and reply   /save FILE    the conversation as JSON
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 
 from ...cli.model_options import add_model_arguments
+from .chat_template import add_chat_template_argument
 from .engine_options import add_engine_arguments
 from .sampling_options import add_sampling_arguments
 
@@ -23,9 +25,11 @@ LINES = (__doc__ or "").partition(":\n\n")[2].rstrip()
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser, demo=False)  # the demo model continues Python, and has no template
-    parser.add_argument(
+    add_model_arguments(parser.add_argument_group("model"))
+    conversation = parser.add_argument_group("conversation")
+    add_chat_template_argument(conversation)
+    conversation.add_argument(
         "--system-prompt", metavar="TEXT", help="first message of every conversation"
     )
-    add_sampling_arguments(parser, max_tokens=512)
-    add_engine_arguments(parser)
+    add_sampling_arguments(parser.add_argument_group("sampling"), max_tokens=512)
+    add_engine_arguments(parser.add_argument_group("engine"))

@@ -26,6 +26,7 @@ from ..engine.options import EngineOptions
 from ..engine.requests import Request
 from ..engine.sampling_params import SamplingParams
 from .batch import Row, read_rows, run_rows
+from .chat_template import chat_template_text, set_chat_template
 from .complete_arguments import DEMO_PROMPT, DEMO_SAMPLING
 from .engine_options import given_engine_options
 from .output import (
@@ -106,9 +107,12 @@ def main(args: argparse.Namespace) -> int:
     if args.logprobs is not None and args.input is None and args.output is None:
         raise UsageError("`logprobs` goes with `output` or `input`: text has no place for them")
     scanned = scan(prompts.input) if prompts.input is not None else None
+    template = None if args.chat_template is None else chat_template_text(args.chat_template)
     file = outputs.open()
 
     model, mesh = load_model(model_options)
+    if template is not None:
+        set_chat_template(model.tokenizer, template, str(args.chat_template))
     if prompts.is_demo:
         sampling_fields = DEMO_SAMPLING | sampling_fields
     params = sampling_params(sampling_fields, model)

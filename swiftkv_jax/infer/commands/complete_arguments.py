@@ -1,6 +1,8 @@
 """`python -m swiftkv_jax.infer generate`: prompts in, completions out.
 
-Input: `-p`, `-f`, `-`, or with `-i` a file of JSON lines, whose rows are described in `prompts`.
+Input: `-p`, `-f`, `-`, or with `-i` a file of JSON lines. A row is {"prompt": TEXT},
+{"prompt_token_ids": [...]} or {"messages": [...]}, with an "id" if you like and any parameter of
+sampling, such as "temperature"; or a line of OpenAI's batch files.
 Output: text on standard output, or with `-i` or `-o` one line of JSON per row, in the order of the
 input:
 
@@ -18,8 +20,8 @@ if they were asked for. With `n` above 1, `choices` holds the fields of each sam
 `index`, and `completion_tokens` counts all. Times are in seconds since the row entered the engine:
 until its prefill began, until its first token, until its last. `text` is null without a tokenizer.
 
-Without a prompt the demo model continues `DEMO_PROMPT`, with the sampling of `DEMO_SAMPLING` where
-no flag says otherwise.
+Without a prompt the demo model continues "def read_lines(path):", with --temperature 0.7,
+--seed 53 and --stop before the next function where no flag says otherwise.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from ...cli.model_options import add_model_arguments
+from .chat_template import add_chat_template_argument
 from .engine_options import add_engine_arguments
 from .output_options import add_output_arguments
 from .sampling_options import add_result_arguments, add_sampling_arguments
@@ -44,8 +47,9 @@ text of a model this small repeats itself."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
-    add = parser.add_argument
+    add_model_arguments(parser.add_argument_group("model"))
+    prompts = parser.add_argument_group("prompts and output")
+    add = prompts.add_argument
     add(
         "stdin",
         nargs="?",
@@ -62,16 +66,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="JSONL",
         help='rows {"id"?, "prompt" | "prompt_token_ids" | "messages", ...}',
     )
-    add_output_arguments(parser, "standard output, as text unless there is --input")
+    add_chat_template_argument(prompts)
+    add_output_arguments(prompts, "standard output, as text unless there is --input")
     add(
         "--stream",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="print text as it comes (default: yes)",
     )
-    add_sampling_arguments(parser, max_tokens=128)
-    add_result_arguments(parser)
-    add_engine_arguments(parser)
+    sampling = parser.add_argument_group("sampling")
+    add_sampling_arguments(sampling, max_tokens=128)
+    add_result_arguments(sampling)
+    add_engine_arguments(parser.add_argument_group("engine"))
 
 
 def _dash(text: str) -> str:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 
-def add_output_arguments(parser: argparse.ArgumentParser, default: str) -> None:
+def add_output_arguments(parser: argparse._ActionsContainer, default: str) -> None:
     """Add the flags of every command that writes rows."""
     add = parser.add_argument
     add(

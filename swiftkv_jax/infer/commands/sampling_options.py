@@ -26,7 +26,7 @@ GENERATION_CONFIG_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetitio
 """Sampling parameters that are read from `GENERATION_CONFIG`."""
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
+def add_sampling_arguments(parser: argparse._ActionsContainer, *, max_tokens: int) -> None:
     """Add flags for the fields of `SamplingParams`, but for those of `add_result_arguments`."""
     add = parser.add_argument
     names = ("--max-tokens", "--max-new-tokens")
@@ -108,7 +108,7 @@ def add_distribution_arguments(
     )
 
 
-def add_result_arguments(parser: argparse.ArgumentParser) -> None:
+def add_result_arguments(parser: argparse._ActionsContainer) -> None:
     """Add flags for the fields of `SamplingParams` that give more than one text."""
     add = parser.add_argument
     add("--n", type=int, metavar="N", help="samples of each prompt (default: 1)")

@@ -7,7 +7,7 @@ Rows of input, each with an optional `id`:
     {"token_ids": [1, 450, 14744], "start": 2}          scores token_ids[start:], by default [1:]
     {"prompt": "The sky is blue"}                       scores everything after the first token
 
-A pair is split as lm-evaluation-harness does (`text.encode_pair`). An empty context is the token
+A pair is split as lm-evaluation-harness does. An empty context is the token
 that begins texts. Texts get the tokenizer's special tokens, as prompts do.
 
 Rows of output, in the order of the input, natural logarithms:
@@ -29,8 +29,8 @@ from .output_options import add_output_arguments
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
+    add_model_arguments(parser.add_argument_group("model"))
     rows = 'rows {"context", "continuation"} or {"token_ids", "start"} or {"prompt"}'
     parser.add_argument("--input", "-i", type=Path, metavar="JSONL", required=True, help=rows)
     add_output_arguments(parser, "standard output")
-    add_engine_arguments(parser)
+    add_engine_arguments(parser.add_argument_group("engine"))

@@ -1,6 +1,6 @@
 """`python -m swiftkv_jax.infer serve`: an OpenAI-compatible server.
 
-    python -m swiftkv_jax.infer serve --model llama-3.1-8b-swiftkv
+    python -m swiftkv_jax.infer serve --model runs/8b/model
     curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
         -d '{"prompt": "Once upon a time", "max_tokens": 32}'
 
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...cli.model_options import add_model_arguments
+from ..commands.chat_template import add_chat_template_argument
 from ..commands.engine_options import add_engine_arguments, token_count
 from ..commands.sampling_options import add_distribution_arguments
 from .options import FAIR_BY, REASONING_PARSERS, SCHEDULING_POLICIES
@@ -54,13 +55,7 @@ def add_names_and_formats(parser: argparse._ActionsContainer) -> None:
         help="name of the model in the API; repeat to accept further ones (default: that of the "
         "folder)",
     )
-    add(
-        "--chat-template",
-        type=Path,
-        metavar="FILE",
-        help="Jinja template that replaces the checkpoint's; `plain` is one that is packaged, "
-        "which writes a conversation as plain text",
-    )
+    add_chat_template_argument(parser)
     _add_listed(
         parser, "--chat-template-kwargs", "variables of the chat template that requests may set"
     )

@@ -10,20 +10,18 @@ import importlib.util
 import ipaddress
 import logging
 import time
-from importlib import resources
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Mesh
 
-from ...chat_template import render_chat
 from ...cli import OK, json_log
 from ...cli.model_loading import open_model, read_model, setup_model_devices
 from ...cli.model_options import ModelOptions
 from ...distributed import announces_several
-from ...errors import DataError, UsageError, reason_of
+from ...errors import UsageError
 from ...model import Model
+from ..commands.chat_template import chat_template_text, set_chat_template
 from ..commands.engine_options import given_engine_options, given_fields
 from ..commands.sampling_options import checkpoint_params, given_sampling_params
 from ..commands.start import start_engine
@@ -41,8 +39,6 @@ logger = logging.getLogger(__name__)
 
 PACKAGES = ("starlette", "uvicorn", "msgspec", "prometheus_client", "llguidance")
 """What the extra `serve` installs."""
-PACKAGED_TEMPLATE = "plain"
-"""Name of the chat template that is packaged."""
 
 
 def main(args: argparse.Namespace) -> int:
@@ -120,26 +116,6 @@ def main(args: argparse.Namespace) -> int:
     if announces_several(model_options.coordinator_address):
         return processes.run(model_options, engine_options, options.stall_timeout, load, serve)
     return serve(lambda report: load(setup_model_devices(model_options), report))
-
-
-def chat_template_text(file: Path) -> str:
-    """A chat template's, of a file or of the one that is packaged. Raises `UsageError`."""
-    try:
-        if str(file) == PACKAGED_TEMPLATE and not file.exists():
-            return resources.files(__package__).joinpath("plain.jinja").read_text("utf-8")
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"`chat_template`={file}: {reason_of(error)}") from None
-
-
-def set_chat_template(tokenizer: Any, template: str, name: str) -> None:
-    """Let `tokenizer` use `template`, which errors call `name`. Raises `UsageError` for one that
-    cannot render a message of a user."""
-    tokenizer.chat_template = template
-    try:
-        render_chat(tokenizer, [{"role": "user", "content": "?"}], add_generation_prompt=True)
-    except DataError as error:
-        raise UsageError(f"`chat_template`={name}: {error}") from None
 
 
 def model_facts(model: Model, mesh: Mesh | None, swiftkv: bool) -> dict[str, str]:

@@ -193,3 +193,24 @@ def test_chat_needs_a_template(checkpoint, run, capsys):
         .err.splitlines()[-1]
         .startswith("error: this model's tokenizer has no chat template")
     )
+
+
+def test_a_template_of_the_command_line(checkpoint, run, reply, capsys, monkeypatch, tmp_path):
+    """For conversations, and for the messages of rows."""
+    (tmp_path / "mine.jinja").write_text(CHAT_TEMPLATE)
+    template = ("--chat-template", tmp_path / "mine.jinja", "--max-tokens", 6)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    assert run("chat", "-m", checkpoint, *template) == 0
+    assert capsys.readouterr().out == f"{reply(HELLO)}\n"
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}))
+    assert run("generate", "-m", checkpoint, "-i", rows, *template) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == reply(HELLO)
+    assert run("chat", "-m", checkpoint, "--chat-template", tmp_path / "none") == 2
+    assert "--chat-template" in capsys.readouterr().err
+
+
+def test_the_demo_model_has_a_template(run, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert run("chat") == 0
+    assert "\ndemo: SwiftKV, prompts run 4 of 8 layers" in "\n" + capsys.readouterr().err

@@ -44,8 +44,9 @@ SAMPLING = [
 
 def test_flags_are_these():
     own = "--prompt --prompt-file --input --output --resume --stream --n --logprobs".split()
+    own += ["--chat-template"]
     assert _flags("generate") == {*MODEL, *ENGINE, *SAMPLING, *own, "stdin"}
-    assert _flags("chat") == {*MODEL, *ENGINE, *SAMPLING, "--system-prompt"}
+    assert _flags("chat") == {*MODEL, *ENGINE, *SAMPLING, "--system-prompt", "--chat-template"}
     assert _flags("serve") == {*MODEL, *ENGINE, *SERVE, *DISTRIBUTION, "directory"}
     assert _flags("score") == {*MODEL, *ENGINE, "--input", "--output", "--resume"}
 

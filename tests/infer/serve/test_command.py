@@ -17,6 +17,7 @@ from swiftkv_jax import demo
 from swiftkv_jax.chat_template import render_chat
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.__main__ import main
+from swiftkv_jax.infer.commands.chat_template import chat_template_text, set_chat_template
 from swiftkv_jax.infer.serve import arguments, command
 from tests.infer.conftest import CHAT_TEMPLATE
 from tests.infer.serve.process import ROOT, SMALL, serving
@@ -104,8 +105,8 @@ def test_a_chat_template_is_tried_before_anything_is_compiled(tokenizer, tmp_pat
     with pytest.raises(
         UsageError, match="`chat_template`=mine: the chat template has a mistake in line 1"
     ):
-        command.set_chat_template(mine, "{% for %}", "mine")
-    command.set_chat_template(mine, CHAT_TEMPLATE, "mine")
+        set_chat_template(mine, "{% for %}", "mine")
+    set_chat_template(mine, CHAT_TEMPLATE, "mine")
     missing = tmp_path / "missing.jinja"
     assert main(["serve", "--chat-template", str(missing)]) == 2
     assert "error: --chat-template" in capsys.readouterr().err
@@ -114,7 +115,7 @@ def test_a_chat_template_is_tried_before_anything_is_compiled(tokenizer, tmp_pat
 def test_the_packaged_chat_template(tokenizer, tmp_path, monkeypatch):
     """A conversation as plain text; a file of its name comes first."""
     mine = copy.deepcopy(tokenizer)
-    command.set_chat_template(mine, command.chat_template_text(Path("plain")), "plain")
+    set_chat_template(mine, chat_template_text(Path("plain")), "plain")
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "two\nlines"},
@@ -129,7 +130,7 @@ def test_the_packaged_chat_template(tokenizer, tmp_path, monkeypatch):
     )
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plain").write_text("mine")
-    assert command.chat_template_text(Path("plain")) == "mine"
+    assert chat_template_text(Path("plain")) == "mine"
 
 
 def test_the_demo_model_takes_chats():

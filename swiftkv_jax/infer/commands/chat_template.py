@@ -1,0 +1,47 @@
+"""The flag --chat-template: a template in the place of the checkpoint's."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from ...chat_template import render_chat
+from ...errors import DataError, UsageError, reason_of
+
+PACKAGED_TEMPLATE = "plain"
+"""Name of the chat template that is packaged."""
+
+
+def add_chat_template_argument(parser: argparse._ActionsContainer) -> None:
+    """Add the flag --chat-template."""
+    parser.add_argument(
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="Jinja template that replaces the checkpoint's; `plain` is one that is packaged, "
+        "which writes a conversation as plain text",
+    )
+
+
+def chat_template_text(file: Path) -> str:
+    """Read the template in `file`, or the packaged one. Raises `UsageError`."""
+    try:
+        if str(file) == PACKAGED_TEMPLATE and not file.exists():
+            return resources.files(__package__).joinpath("plain.jinja").read_text("utf-8")
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"`chat_template`={file}: {reason_of(error)}") from None
+
+
+def set_chat_template(tokenizer: Any, template: str, name: str) -> None:
+    """Let `tokenizer` use `template`, which errors call `name`. Raises `UsageError` for one that
+    cannot render a message of a user."""
+    if tokenizer is None:
+        raise UsageError(f"`chat_template`={name}: this checkpoint has no tokenizer")
+    tokenizer.chat_template = template
+    try:
+        render_chat(tokenizer, [{"role": "user", "content": "?"}], add_generation_prompt=True)
+    except DataError as error:
+        raise UsageError(f"`chat_template`={name}: {error}") from None
