@@ -53,6 +53,7 @@ _TOP = {
     "format": (*_STORED, "mixed-precision"),
     "quantization_status": ("compressed",),
     "kv_cache_scheme": (None,),
+    "moe_sparsity_config": (None,),
     "transform_config": (None, {}),
 }
 _TOP_OTHERS = frozenset({"quant_method", "config_groups", "ignore", "sparsity_config"})

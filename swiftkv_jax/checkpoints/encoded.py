@@ -20,6 +20,7 @@ from .weight_format import QuantizationConfig, WeightFormat
 from .wrapped import TensorNames
 
 _CHUNK_ELEMENTS = 4 * 2**20
+_ZEROS_OF_8 = 0x88888888  # a word of eight zeros of 4 bits
 _ACTIVATION_SCALES = ("input_scale", "activation_scale", "input_zero_point")
 
 
@@ -263,6 +264,12 @@ def _check_values(matrix: EncodedMatrix) -> None:
             raise CheckpointError(f"{where} is {found}, expected {list(matrix.shape)}")
         if name == "bias" and _whole(tensor).any():
             raise CheckpointError(f"{where} is not zero, but config.json says there is no bias")
+        if name == "qzeros" and matrix.format.layout == "awq" and matrix.format.symmetric:
+            if (_whole(tensor).view(np.uint32) != _ZEROS_OF_8).any():
+                raise CheckpointError(
+                    f"{where} has other zeros than 8, but quantization_config.zero_point is false; "
+                    f"if the zeros are right, set it to true"
+                )
         if name != "g_idx":
             continue
         inputs = np.arange(matrix.shape[1])

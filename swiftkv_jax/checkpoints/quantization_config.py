@@ -92,7 +92,7 @@ _AWQ = {
     "pack_dtype": ("int32", None),
     "desc_act": (False, None),
     "modules_in_block_to_quantize": (None,),
-    "zero_point": (True, None),
+    "zero_point": (True, False, None),
     "lm_head": (False, None),
 }
 _AWQ_OTHERS = _HOW_FOUND | frozenset(
@@ -113,6 +113,11 @@ def read_quantization_config(fields: Any) -> QuantizationConfig:
         "awq": _awq,
     }
     method = fields.get("quant_method")
+    if method == "auto-round":
+        raise ConfigError(
+            f"{WHERE}.quant_method='auto-round' is not supported; export the model from auto-round "
+            f"with format auto_gptq, auto_awq or llm_compressor"
+        )
     if not isinstance(method, str) or method not in readers:
         raise ConfigError(
             f"{WHERE}.quant_method={shown(method)} is not supported; supported: "
@@ -166,7 +171,8 @@ def _gptq(fields: Fields) -> QuantizationConfig:
 
 def _awq(fields: Fields) -> QuantizationConfig:
     check_fields(WHERE, fields, _AWQ | _AUTO_ROUND, _AWQ_OTHERS)
-    format = WeightFormat("awq", 4, (1, _group_size(fields)))
+    symmetric = fields.get("zero_point") is False
+    format = WeightFormat("awq", 4, (1, _group_size(fields)), symmetric=symmetric)
     wide = _names(fields, "modules_to_not_convert")
     return QuantizationConfig("awq", ((("Linear",), format),), wide)
 

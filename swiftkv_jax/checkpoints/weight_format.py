@@ -27,7 +27,8 @@ class WeightFormat:
     """(outputs, inputs) that share a scale; 0 is all of them."""
     number: Literal["float", "int"] = "int"
     symmetric: bool = True
-    """Whether no zeros are stored; of `packed` only."""
+    """Whether each zero is 2^(bits - 1), so that `packed` stores none and `awq` stores only that;
+    not of `gptq`."""
     stored_zero: int = 0
     """What is added to the zeros as stored; of `gptq` only."""
     act_order: bool = False

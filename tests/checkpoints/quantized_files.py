@@ -65,6 +65,7 @@ def draw(rng, outputs: int, inputs: int, bits: int, group: int, zero: int | None
     drawn = rng.integers(1, 2**bits, (outputs, groups))
     zeros = drawn if zero is None else np.full_like(drawn, zero)
     scales = rng.uniform(0.5, 1.5, (outputs, groups)) / (2 ** (bits - 1) * np.sqrt(inputs))
+    scales *= rng.choice([-1, 1], scales.shape)  # auto-round writes half of them negative
     return Drawn(u, zeros, scales.astype(np.float16), group)
 
 
@@ -104,9 +105,9 @@ def gptq(bits: int, group: int, version: int, zero: int | None = None, extra: bo
     return encode
 
 
-def awq(group: int):
+def awq(group: int, zero: int | None = None):
     def encode(rng, outputs: int, inputs: int) -> tuple[Tensors, np.ndarray]:
-        drawn, order = draw(rng, outputs, inputs, 4, group), (0, 2, 4, 6, 1, 3, 5, 7)
+        drawn, order = draw(rng, outputs, inputs, 4, group, zero), (0, 2, 4, 6, 1, 3, 5, 7)
         tensors = {
             "qweight": words(drawn.u.T, 4, order),
             "qzeros": words(drawn.zeros.T, 4, order),
@@ -322,6 +323,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable]] = {
         gptq(4, 16, 2, extra=False),
     ),
     "awq": (AWQ | {"modules_to_not_convert": ["o_proj"]}, awq(16)),
+    "awq symmetric": (AWQ | {"zero_point": False, "group_size": -1}, awq(0, zero=8)),
 }
 WIDE = {  # what a list of names leaves as it is
     "fp8 autofp8": ("layers.1.mlp.up_proj",),

@@ -7,6 +7,7 @@ import pytest
 from swiftkv_jax import ConfigError
 from swiftkv_jax.checkpoints.hf_config import config_from_hf
 from swiftkv_jax.checkpoints.quantization_config import read_quantization_config
+from swiftkv_jax.checkpoints.weight_format import WeightFormat
 from tests import tiny
 from tests.checkpoints.quantized_files import AWQ, FORMATS, fp8, gptq_config
 
@@ -127,8 +128,79 @@ def test_as_auto_round_writes_them(fields):
     assert read_quantization_config(fields | AUTO_ROUND) == read_quantization_config(fields)
 
 
+# Whole files of auto-round 0.15.1, of 4 bits in groups of 32 (0.16.1 leaves out the last two
+# fields), and of int8 by compressed-tensors 0.20.
+_WRITTEN = {
+    "autoround_version": "0.15.1",
+    "bits": 4,
+    "data_type": "int",
+    "enable_quanted_input": False,
+    "group_size": 32,
+    "provider": "auto-round",
+    "sym": True,
+    "static_attention_granularity": "tensor",
+    "static_kv_granularity": "tensor",
+}
+WRITTEN_GPTQ = _WRITTEN | {
+    "damp_percent": 0.01,
+    "desc_act": False,
+    "lm_head": False,
+    "quant_method": "gptq",
+    "true_sequential": False,
+}
+WRITTEN_AWQ = _WRITTEN | {
+    "modules_to_not_convert": ["lm_head"],
+    "quant_method": "awq",
+    "to_quant_block_names": "model.layers",
+    "version": "gemm",
+    "zero_point": False,
+}
+_8_BITS = {"group_size": None, "num_bits": 8, "symmetric": True, "type": "int"}
+WRITTEN_INT8 = {
+    "config_groups": {
+        "group_0": {
+            "format": "int-quantized",
+            "input_activations": {"dynamic": True, "strategy": "token"} | _8_BITS,
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {"dynamic": False, "strategy": "channel"} | _8_BITS,
+        }
+    },
+    "format": "int-quantized",
+    "global_compression_ratio": None,
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": None,
+    "moe_sparsity_config": None,
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (WRITTEN_GPTQ, WeightFormat("gptq", 4, (1, 32), stored_zero=1)),
+        (
+            WRITTEN_GPTQ | {"bits": 8, "group_size": -1},
+            WeightFormat("gptq", 8, (1, 0), stored_zero=1),
+        ),
+        (WRITTEN_AWQ, WeightFormat("awq", 4, (1, 32))),
+        (
+            WRITTEN_AWQ | {"sym": False, "zero_point": True},
+            WeightFormat("awq", 4, (1, 32), symmetric=False),
+        ),
+        (WRITTEN_INT8, WeightFormat("scaled", 8, (1, 0))),
+    ],
+)
+def test_files_of_auto_round(fields, expected):
+    read = read_quantization_config(fields)
+    assert read.groups == ((("Linear",), expected),)
+    assert read.kept == ("int8" if fields is WRITTEN_INT8 else None)
+
+
 REFUSED = [  # format, other fields, what the error says
     ("gptq", {"quant_method": "modelopt"}, "quant_method='modelopt' is not supported; supported: "),
+    ("gptq", {"quant_method": "auto-round"}, "export the model .* format auto_gptq, auto_awq or "),
     ("gptq", {"quant_method": ["gptq"]}, r"quant_method=\['gptq'\] is not supported"),
     ("gptq", {"bits": 3}, "bits=3 is not supported; supported: 4, 8"),
     ("gptq", {"group_size": 0}, "group_size=0 must be a number of inputs, or -1"),

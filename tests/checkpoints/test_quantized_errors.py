@@ -129,6 +129,7 @@ REFUSED = {  # path of a field, another value, what the error says of it
     "no weights": (f"{GROUP}.weights", None, r"weights=None must be an object"),
     "unknown field": (f"{GROUP}.weights.rotation", "hadamard", "weights: unknown field 'rotation'"),
     "unknown field on top": ("smoothing", 0.5, "quantization_config: unknown field 'smoothing'"),
+    "sparse experts": ("moe_sparsity_config", {"pruned": 1}, "moe_sparsity_config="),
     "sparse": ("sparsity_config", {"format": "sparse-24-bitmask"}, "sparsity_config="),
 }
 

@@ -247,6 +247,11 @@ BAD = {  # format, what happens to its tensors, what the error says
         lambda t: t.update({f"{OUT}.weight_zero_point": np.zeros((4, 2), np.int32)}),
         f"unexpected: {OUT}.weight_zero_point$",
     ),
+    "zeros of an AWQ without them": (
+        "awq symmetric",
+        lambda t: t[f"{OUT}.qzeros"].fill(0),
+        f"model.safetensors: {OUT}.qzeros has other zeros than 8, but .*zero_point is false; if ",
+    ),
     "act-order of GPTQ": (
         "gptq",
         lambda t: t.update({f"{OUT}.g_idx": t[f"{OUT}.g_idx"][::-1].copy()}),
