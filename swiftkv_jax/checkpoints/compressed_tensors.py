@@ -56,7 +56,7 @@ _TOP = {
     "moe_sparsity_config": (None,),
     "transform_config": (None, {}),
 }
-_TOP_OTHERS = frozenset({"quant_method", "config_groups", "ignore", "sparsity_config"})
+_TOP_OTHERS = frozenset({"quant_method", "config_groups", "ignore", "sparsity_config", "provider"})
 _GROUP = {
     "output_activations": (None,),
     "format": (*_STORED, None),

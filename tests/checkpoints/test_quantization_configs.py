@@ -128,8 +128,8 @@ def test_as_auto_round_writes_them(fields):
     assert read_quantization_config(fields | AUTO_ROUND) == read_quantization_config(fields)
 
 
-# Whole files of auto-round 0.15.1, of 4 bits in groups of 32 (0.16.1 leaves out the last two
-# fields), and of int8 by compressed-tensors 0.20.
+# Whole files of auto-round 0.15.1: 4 bits in groups of 32 (0.16.1 leaves out the last two fields);
+# int8 and FP8 with static activations, of which compressed-tensors 0.20 writes the most.
 _WRITTEN = {
     "autoround_version": "0.15.1",
     "bits": 4,
@@ -174,6 +174,21 @@ WRITTEN_INT8 = {
     "quant_method": "compressed-tensors",
     "quantization_status": "compressed",
 }
+_FLOAT = {"group_size": None, "num_bits": 8, "symmetric": True, "type": "float"}
+WRITTEN_FP8 = WRITTEN_INT8 | {
+    "config_groups": {
+        "group_0": {
+            "format": None,
+            "input_activations": {"dynamic": False, "strategy": "tensor"} | _FLOAT,
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {"dynamic": False, "strategy": "channel"} | _FLOAT,
+        }
+    },
+    "format": "float-quantized",
+    "ignore": [],
+    "provider": "auto-round",
+}
 
 
 @pytest.mark.parametrize(
@@ -190,6 +205,7 @@ WRITTEN_INT8 = {
             WeightFormat("awq", 4, (1, 32), symmetric=False),
         ),
         (WRITTEN_INT8, WeightFormat("scaled", 8, (1, 0))),
+        (WRITTEN_FP8, WeightFormat("scaled", 8, (1, 0), "float", activation_scales=True)),
     ],
 )
 def test_files_of_auto_round(fields, expected):
