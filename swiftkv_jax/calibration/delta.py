@@ -213,8 +213,8 @@ def share_layers(
                     layer.layer,
                     min(layer.r2_k, 1.0),
                     min(layer.r2_v, 1.0),
-                    group.kept_k,
-                    group.kept_v,
+                    min(group.kept_k, 1.0),
+                    min(group.kept_v, 1.0),
                 )
                 for layer in layers_of_group
             ],
