@@ -83,6 +83,9 @@ def parse(text: str, size: int = 1, *, is_cut: bool = False, **options):
         ("maybe", "5", "5"),
         ("where", '{"x": [1, 2.50]}', {"x": [1, 2.5]}),
         ("where", "[1]", "[1]"),
+        ("where", '{"<parameter=x>": "\\"</parameter></function></tool_call>"}')
+        + ({"<parameter=x>": '"</parameter></function></tool_call>'},),
+        ("where", '{"x": "5}', '{"x": "5}'),
         ("where", "{'x': 1}", "{'x': 1}"),
         ("where", '{"x": NaN}', '{"x": NaN}'),
         ("list", "[1,\n 2]", [1, 2]),
@@ -119,6 +122,30 @@ WRITTEN = ("f", '{"text": "a\\nb", "count": 2}')
         (CALL.removesuffix("</parameter>\n</function>\n</tool_call>"), "", [WRITTEN]),
         ("<function=now></function>", "", [("now", "{}")]),
         (" " * 2000 + CALL, " " * 2000, [WRITTEN]),
+        # Without `</parameter>`; one that comes again.
+        (CALL.replace("\n</parameter>", ""), "", [WRITTEN]),
+        (CALL.replace("\n</parameter>", "") + CALL, "", [WRITTEN] * 2),
+        (CALL.replace("\n</parameter>\n</function>\n</tool_call>", "</function> "), "", [WRITTEN]),
+        (
+            "<function=f>\n<parameter=text>\n<parameter=count>\n2\n</function>\n</tool_call>",
+            "",
+            [("f", '{"text": "", "count": 2}')],
+        ),
+        *(
+            (call(text=text), "", [("f", json.dumps({"text": text}))])
+            for text in (
+                "a\n<parameter=text>\nb",
+                "a\n<parameter=other>\nb",
+                "a <parameter=count>\n\nb",
+                "a\n</function>\nb",
+                "a</function>" + "\n" * 100 + "</tool_call>b",
+            )
+        ),
+        (
+            CALL.replace("</function>", "<parameter=text>\nb\n</parameter>\n</function>"),
+            "",
+            [WRITTEN],
+        ),
         # Not calls.
         (call("other"),) * 2 + ([],),
         ("<tool_call> is a tag, <function=f> too, <function",) * 2 + ([],),
@@ -150,15 +177,17 @@ def test_random_texts_do_not_depend_on_how_they_come():
     rng = random.Random(0)
     parts = [CALL, call("now"), call("other"), "<tool_call>", "</tool_call>", "<function=f>", "\n"]
     parts += ["<parameter=text>", "</parameter>", "</function>", " a < b", "\n\n", "<", ">", "5"]
+    parts += ["\n<parameter=count>\n", "\n<parameter=where>\n", '{"a": "', "\\", '"}']
     calls = 0
-    for _ in range(300):
+    for _ in range(600):
         text = "".join(rng.choices(parts, k=rng.randrange(1, 8)))
         expected = parse(text, 10**6)
         calls += len(expected[1])
         for size in (1, 2, 5, 8, 64):
             assert parse(text, size) == expected, text
         for _, arguments in expected[1]:
-            assert isinstance(json.loads(arguments), dict)
+            pairs = json.loads(arguments, object_pairs_hook=list)
+            assert len(pairs) == len(dict(pairs))
     assert calls > 100
 
 
@@ -230,6 +259,9 @@ def test_forced_calls_are_read_back_as_their_schemas_say():
         ({"anyOf": [{"properties": {}}]}, "`properties`"),
         ({"properties": {"a>b": {}}}, "'a>b'"),
         ({"properties": {"a": {"const": "</parameter>"}}}, "</parameter>"),
+        ({"properties": {"a": {"enum": [{"b": "</parameter>"}]}}}, "</parameter>"),
+        ({"properties": {"a": {"const": "b\n<parameter=c>"}}}, "<parameter="),
+        ({"properties": {"a": {"const": "</function>\n</tool_call>"}}}, "</function>"),
         ({"properties": {"a": {"type": "string", "pattern": "^a|b$"}}}, "pattern"),
     ],
 )

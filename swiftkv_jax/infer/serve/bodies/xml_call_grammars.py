@@ -14,8 +14,12 @@ from ..text.xml_arguments import argument_schema, literals_of, resolved, types_o
 from ..text.xml_tool_calls import CLOSE, FUNCTION, FUNCTION_END, OPEN, PARAMETER, PARAMETER_END
 from .call_grammars import marker_of
 
-_NO_END = r"~/(?s:.*)<\/parameter>(?s:.*)/"
-"""No text with the tag that ends it."""
+_NO_END = (
+    r"~/(?s:.*)(<\/parameter>|<\/function>[ \t\r\n]*<\/tool_call>|\n<parameter=)(?s:.*)/"
+    r" & ~/<parameter=(?s:.*)/"
+)
+"""No text with tags that end it."""
+_ENDED = re.compile(r"</parameter>|</function>\s*</tool_call>|(?:^|\n)<parameter=")
 _NO_JSON = r" & ~/\s*([\[{](?s:.*)|null\s*|None\s*)/"
 """No text that would be read as something else where an argument may be that too."""
 _END = json.dumps(f"\n{PARAMETER_END}\n")
@@ -61,9 +65,9 @@ def _value(rule: str, begin: str, schema: Mapping[str, Any], root: Mapping[str, 
     terminal = rule.upper()
     if (values := literals_of(schema)) is not None:
         texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
-        if any(PARAMETER_END in text for text in texts):
+        for found in filter(None, map(_ENDED.search, texts)):
             raise UsageError(
-                f"a text with {PARAMETER_END} cannot be written in this model's format"
+                f"a text with {found[0].strip()} cannot be written in this model's format"
             )
         options = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
         return [f"{rule}: {begin} ({options}) {_END}"]

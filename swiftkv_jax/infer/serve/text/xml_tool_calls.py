@@ -9,24 +9,52 @@
     </tool_call>
 
 NAME is a declared function, and `<tool_call>` may be missing: tokenizers may leave it out of texts.
-One line break after `<parameter=X>` and one before `</parameter>` belong to the tags. Arguments
-become JSON of their declared types; those that are texts come as they are written. What looks like
-a call and is none is content.
+One line break after `<parameter=X>` and one before `</parameter>` belong to the tags. Where the
+model leaves `</parameter>` out, an argument ends at a line that begins the next declared one, or at
+the end of the call. Arguments become JSON of their declared types; those that are texts come as
+they are written. In the texts of an object or a list no tag counts. Of arguments with one name the
+first counts. What looks like a call and is none is content.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Mapping
 from typing import Any
 
 from .tool_calls import MAX_GAP, MAX_HEAD, MAX_NAME, SPACE, AnswerPart, ToolCallDelta
-from .xml_arguments import argument_json, argument_schema, types_of
+from .xml_arguments import argument_json, argument_schema, resolved, types_of
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+MAX_SPACE = 64
+"""Spaces between `</function>` and `</tool_call>` where these end an argument."""
+_FUNCTION_SPACE = rf"{FUNCTION_END}[{SPACE}]{{0,{MAX_SPACE}}}"
+_NEXT = rf"\n{PARAMETER}([^<>\n\"]{{1,{MAX_HEAD}}})>"
+_END = re.compile(rf"{PARAMETER_END}|{_FUNCTION_SPACE}{CLOSE}|{_NEXT}")
+"""What may end an argument; the group is the name of the next one."""
+
+
+def _beginnings(mark: str) -> str:
+    """An expression of all beginnings of `mark`, "" and itself included."""
+    found = ""
+    for sign in reversed(mark):
+        found = f"(?:{re.escape(sign)}{found})?"
+    return found
+
+
+_LAST_END = re.compile(rf"{_FUNCTION_SPACE}{_beginnings(CLOSE)}\Z")
+"""The end of a call, as the end of a text."""
+_BEGUN_END = re.compile(
+    rf"\n?(?:{_FUNCTION_SPACE}{_beginnings(CLOSE)}|{_beginnings(FUNCTION_END)}"
+    rf"|{_beginnings(PARAMETER_END)})\Z"
+    rf"|\n(?:{PARAMETER}[^<>\n\"]{{0,{MAX_HEAD}}}|{_beginnings(PARAMETER)})\Z"
+)
+"""The end of a text with which an `_END` may begin."""
+_IN_STRING = re.compile(r'(?:[^"\\\n]|\\[^\n])*')
 
 
 class XMLToolCallParser:
@@ -54,6 +82,10 @@ class XMLToolCallParser:
         """No argument has come; nothing of this one; it is a text, which goes out as it comes."""
         self._value: list[str] = []
         """Of an argument that does not."""
+        self._given: set[str] = set()
+        """Names of the call's arguments so far."""
+        self._is_repeated = self._is_json = False
+        """The argument that is read has come before, and is left out; it is an object or a list."""
         self._parts: list[AnswerPart] = []
         self.num_calls = 0
         self.is_complete = False
@@ -73,8 +105,9 @@ class XMLToolCallParser:
         """The end of the text. A call that the model did not end ends here, unless the answer
         `is_cut`."""
         if self.is_within_call and not is_cut:
-            if self._state == self._read_value:
-                self._end_value(len(self._text))
+            if self._state != self._read_parameters:
+                last = _LAST_END.search(self._text) if self._state == self._read_value else None
+                self._end_value(last.start() if last else len(self._text))
             self._end_call()
         elif self._state == self._read_text and not self._forced:
             blank = self._follows_call and not self._text.strip(SPACE)
@@ -86,7 +119,7 @@ class XMLToolCallParser:
     @property
     def is_within_call(self) -> bool:
         """A call has begun, and its arguments are not whole."""
-        return self._state in (self._read_parameters, self._read_value)
+        return self._state in (self._read_parameters, self._read_value, self._read_string)
 
     # States: each reads some of the text, and returns whether another may go on -----------------
 
@@ -111,7 +144,7 @@ class XMLToolCallParser:
             return True
         self._emit(before[: self._certain(before)])
         self._text, self._gap_is_content = self._text[end:], False
-        self._schema, self._is_first = self._schemas[name], True
+        self._schema, self._is_first, self._given = self._schemas[name], True, set()
         call_id = f"call_{secrets.token_hex(12)}"
         self._parts.append(ToolCallDelta(self.num_calls, name, call_id))
         self.num_calls += 1
@@ -149,28 +182,66 @@ class XMLToolCallParser:
             return True
         name, self._text = text[begin:end], text[end + 1 :]
         self._argument = argument_schema(self._schema, name)
-        self._is_streamed = types_of(self._argument, self._schema) <= {"string"}
+        types = types_of(self._argument, self._schema)
+        self._is_streamed = types <= {"string"}
+        self._is_json = "string" not in types and not types.isdisjoint(("object", "array"))
+        self._is_blank, self._is_repeated = True, name in self._given
+        self._state = self._read_value
+        if self._is_repeated:
+            return True
+        self._given.add(name)
         separator, quote = "" if self._is_first else ", ", '"' if self._is_streamed else ""
         self._write(f"{separator}{json.dumps(name, ensure_ascii=False)}: {quote}")
-        self._is_first, self._is_blank = False, True
-        self._state = self._read_value
+        self._is_first = False
         return True
 
     def _read_value(self) -> bool:
-        if self._is_blank:
-            if not self._text:
-                return False
-            self._text, self._is_blank = self._text.removeprefix("\n"), False
         text = self._text
-        if (end := text.find(PARAMETER_END)) >= 0:
-            self._end_value(end)
-            self._text = text[end + len(PARAMETER_END) :]
+        quote = text.find('"') if self._is_json else -1
+        found = self._find_end(text if quote < 0 else text[:quote])
+        if found is not None:
+            self._end_value(found.start())
+            self._text = text[found.start() :].removeprefix("\n").removeprefix(PARAMETER_END)
             self._state = self._read_parameters
             return True
-        certain = len(text[: len(text) - _begun(text, PARAMETER_END)].removesuffix("\n"))
+        if quote >= 0:
+            self._add(text[: quote + 1])
+            self._text = text[quote + 1 :]
+            self._state = self._read_string
+            return True
+        begun = _BEGUN_END.search(text)
+        certain = begun.start() if begun else len(text)
         self._add(text[:certain])
         self._text = text[certain:]
         return False
+
+    def _find_end(self, text: str) -> re.Match[str] | None:
+        """Where the argument ends that is read."""
+        for found in _END.finditer(text):
+            name = found[1]
+            if name is None or (name not in self._given and self._is_declared(name)):
+                return found
+        return None
+
+    def _is_declared(self, name: str) -> bool:
+        declared = resolved(self._schema, self._schema).get("properties")
+        return isinstance(declared, Mapping) and name in declared
+
+    def _read_string(self) -> bool:
+        """A text within an object or a list; one that goes over the line is none of JSON."""
+        found = _IN_STRING.match(self._text)
+        end = found.end() if found else 0
+        rest = self._text[end : end + 2]
+        if rest in ("", "\\"):
+            self._add(self._text[:end])
+            self._text = rest
+            return False
+        self._is_json = rest[0] == '"'
+        end += self._is_json
+        self._add(self._text[:end])
+        self._text = self._text[end:]
+        self._state = self._read_value
+        return True
 
     def _read_close(self) -> bool:
         """The tag after a call, or none."""
@@ -195,6 +266,10 @@ class XMLToolCallParser:
 
     def _add(self, text: str) -> None:
         """More of an argument."""
+        if not text or self._is_repeated:
+            return
+        if self._is_blank:
+            text, self._is_blank = text.removeprefix("\n"), False
         if self._is_streamed:
             self._write(json.dumps(text, ensure_ascii=False)[1:-1])
         else:
@@ -202,6 +277,8 @@ class XMLToolCallParser:
 
     def _end_value(self, end: int) -> None:
         self._add(self._text[:end].removesuffix("\n"))
+        if self._is_repeated:
+            return
         if self._is_streamed:
             self._write('"')
             return
