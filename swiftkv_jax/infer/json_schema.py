@@ -41,7 +41,7 @@ _SCHEMAS_BY_NAME = (
     "definitions",
     "dependentSchemas",
 )
-_NAME = r"(?:[\w \-/:@#]|\\[.\-/$])+"
+_NAME = r"(?:[^\\^$.|?*+()\[\]{}\n]|\\[^\w\s])+"
 _LITERAL_NAMES = re.compile(rf"\^(?:({_NAME})|\((?:\?:)?({_NAME}(?:\|{_NAME})*)\))\$")
 """A pattern of names that are spelled out, `^(a|b)$`."""
 _MANY_NAMES = re.compile(r"[*+{.]|(?<!\()\?|\\[A-Za-z]|\[\^|\[[^\]]*-|^.{65}")
@@ -107,7 +107,7 @@ def _prepared(schema: Any, multiples: list[Any]) -> Any:
             made[keyword] = {name: _prepared(one, multiples) for name, one in value.items()}
         elif not _is_annotation(keyword, value):
             made[keyword] = _prepared(value, multiples)  # a `$ref` may point into any keyword
-    if isinstance(made.get("patternProperties"), dict) and isinstance(made.get("properties"), dict):
+    if isinstance(made.get("patternProperties"), dict):
         _join_patterns(made)
     return made
 
@@ -120,23 +120,29 @@ def _is_annotation(keyword: str, value: Any) -> bool:
 
 
 def _join_patterns(schema: dict[str, Any]) -> None:
-    """Give what patterns say of declared properties to these. A pattern that no other name fits
-    would let an answer begin a property that it cannot name."""
-    properties, patterns = dict(schema["properties"]), {}
+    """Give what patterns say of declared properties, and of required ones, to these. A pattern that
+    no other name fits would let an answer begin a property that it cannot name."""
+    given, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(given, dict) or not isinstance(required, list):
+        return  # llguidance says what is wrong with it
+    properties, patterns = dict(given), {}
+    declared = {**given, **{name: None for name in required if isinstance(name, str)}}
     for pattern, said in schema["patternProperties"].items():
         spelled = _LITERAL_NAMES.fullmatch(pattern)
         written = (spelled[1] or spelled[2]) if spelled else ""
-        names = set(re.sub(r"\\(.)", r"\1", written).split("|"))
-        if spelled and names <= properties.keys():
-            properties |= {name: {"allOf": [properties[name], said]} for name in names}
+        names = {re.sub(r"\\(.)", r"\1", name) for name in re.findall(_NAME, written)}
+        if spelled and names <= declared.keys():
+            for name in declared.keys() & names:
+                old = properties.get(name, True)
+                properties[name] = said if old is True else {"allOf": [old, said]}
             continue
-        if not spelled and _is_of_few(pattern) and (name := _first_match(pattern, properties)):
+        if not spelled and _is_of_few(pattern) and (name := _first_match(pattern, declared)):
             raise UsageError(
                 f"`patternProperties` in a schema: {pattern!r} fits the declared property "
                 f"{name!r}; declare all of its names, or spell them out as ^(a|b)$"
             )
         patterns[pattern] = said
-    schema |= {"properties": properties, "patternProperties": patterns}
+    schema |= {"patternProperties": patterns} | ({"properties": properties} if properties else {})
 
 
 def _is_of_few(pattern: str) -> bool:

@@ -192,6 +192,34 @@ def test_a_pattern_that_only_declared_names_fit(pattern):
         assert text is None or set(json.loads(text)) <= {"score", "tags"}
 
 
+@pytest.mark.parametrize("properties", [{}, {"properties": {}}, {"properties": {"b": {}}}])
+@pytest.mark.parametrize(
+    ("pattern", "name"),
+    [
+        ("^a$", "a"),
+        ("^(a)$", "a"),
+        ("^<think>$", "<think>"),
+        ("^x=1, \"y'!%&;~`$", "x=1, \"y'!%&;~`"),
+        (r"^\(a\|b\)\+\^$", "(a|b)+^"),
+    ],
+)
+def test_a_pattern_that_only_a_required_name_fits(pattern, name, properties):
+    schema = {
+        "type": "object",
+        "patternProperties": {pattern: {"type": "boolean"}},
+        "required": [name],
+        "additionalProperties": False,
+    } | properties
+    outputs = StructuredOutputs(json=schema)
+    key = json.dumps(name)
+    assert accepts(outputs, f"{{{key}: true}}")
+    for answer in ("{}", f"{{{key}: 5}}", '{"x": true}'):
+        assert not accepts(outputs, answer), answer
+    for seed in range(5):
+        text = walk(outputs, seed)
+        assert text is None or type(json.loads(text)[name]) is bool
+
+
 def test_other_patterns_beside_declared_names():
     schema = {
         "type": "object",

@@ -54,6 +54,12 @@ def _arguments(function: str, schema: Mapping[str, Any]) -> list[tuple[str, bool
             "be `properties`, not anyOf, oneOf or allOf"
         )
     names = [*found, *(name for name in required if name not in found)]
+    if top.get("minProperties", 0) > len(required) or top.get("maxProperties", 64) < len(names):
+        raise UsageError(
+            f"calls of {function!r} cannot be forced in this model's format: the `minProperties` "
+            "and `maxProperties` of its `parameters` cannot be followed; name them in `properties` "
+            "and `required`"
+        )
     for name in names:
         if not name or re.search(r"[<>\n]", name):
             raise UsageError(f"the parameter {name!r} cannot be written in this model's format")
@@ -108,8 +114,21 @@ def _text(schema: Mapping[str, Any]) -> str:
     body = str(pattern).removeprefix("^")
     is_ended = body.endswith("$") and not body.endswith(r"\$")
     body = body[:-1] if is_ended else body
-    if re.search(r"(?<!\\)(?:\\\\)*[\^$](?![^\[]*\])", body) or ("|" in body and body != pattern):
-        raise UsageError(f"the pattern {pattern!r} cannot be followed in this model's format")
+    if re.search(r"(?<!\\)(?:\\\\)*[\^$](?![^\[]*\])", body) or (
+        body != pattern and _has_alternatives(body)
+    ):
+        raise UsageError(
+            f"the pattern {pattern!r} cannot be followed in this model's format: ^ and $ may only "
+            "stand at its ends, with alternatives in a group, as in ^(a|b)$"
+        )
     before = "" if str(pattern).startswith("^") else "(?s:.*)"
     after = "" if is_ended else "(?s:.*)"
     return f"{found} & /{before}(?:{regex_to_lark(body, 'dw')}){after}/"
+
+
+def _has_alternatives(pattern: str) -> bool:
+    """Whether a `|` stands outside of all groups."""
+    rest, inner = "", re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "", pattern, flags=re.DOTALL)
+    while rest != inner:
+        rest, inner = inner, re.sub(r"\([^()]*\)", "", inner)
+    return "|" in rest
