@@ -76,7 +76,7 @@ def assert_interrupted(process: Process) -> list[str]:
 @pytest.mark.parametrize("imported", ["argparse", "numpy", "jax._src.core"])
 @pytest.mark.parametrize("module", ["infer", "train", "convert", "eval"])
 def test_in_the_middle_of_imports(module, imported):
-    arguments = ("-p", "x") if module == "infer" else ("--help",)
+    arguments = {"infer": ["-p", "x"], "convert": ["inspect", "x"]}.get(module, [])
     with Process("-X", "importtime", "-m", f"swiftkv_jax.{module}", *arguments) as process:
         process.wait_for(f" {imported}\n")
         process.interrupt()

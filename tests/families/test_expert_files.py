@@ -131,7 +131,7 @@ REFUSED = {
     "every second layer": ({"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
     "a window": ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
     "text": ({"norm_topk_prob": "yes"}, "norm_topk_prob='yes' must be true or false"),
-    "experts of another family": ({"model_type": "qwen3"}, "unknown field 'num_experts'"),
+    "experts of another family": ({"model_type": "qwen3"}, "num_experts=8 is not supported"),
 }
 
 
