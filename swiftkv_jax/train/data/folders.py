@@ -7,20 +7,23 @@ import functools
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ...errors import DataError
 from .cards import declared_splits, is_on_the_hub
-from .formats import is_json, is_text, reader_for
+from .formats import is_json, is_text, is_unread_data, known_suffixes, reader_for
 from .splits import choose_split, split_files
 
 logger = logging.getLogger(__name__)
 
-_CARDS = frozenset(
-    "readme license licence notice citation changelog contributing code_of_conduct security".split()
+_CARD = re.compile(
+    r"(?:readme|dataset[-_ ]?card|datasheet|licen[sc]es?|copying|copyright|notice|citation|authors|"
+    r"changelog|changes|contributing|code[-_ ]of[-_ ]conduct|security|requirements)(?:[-_. ].*)?",
+    re.IGNORECASE,
 )
-"""Names, without their ending, of text about a folder's files."""
+"""Names of text about a folder's files, in any language (`README_zh.md`) and format."""
 _ABOUT = frozenset("config dataset_info dataset_infos dataset_dict state".split())
 """The same of JSON files."""
 
@@ -28,26 +31,36 @@ _ABOUT = frozenset("config dataset_info dataset_infos dataset_dict state".split(
 def folder_files(folder: Path, *, held_out: bool) -> list[Path]:
     """Files of known formats, recursively, by name; hidden files and folders are left out.
 
-    * Beside files of rows no card is read (`README.md`, `LICENSE.txt`), and no text at all where
-      the card is one of the Hugging Face Hub, which begins with `---`.
+    * Beside files of rows or of data in a format that is not read, and under a card of the Hugging
+      Face Hub, which begins with `---`, no card is read (`README.md`, `LICENSE.txt`). Under a card
+      of the Hub rows are read without any text beside them.
     * Of several splits the one for training is read, or with `held_out` one to measure on
       (`splits.choose_split`). The card declares them (`cards.declared_splits`), or names of files
       and folders tell them (`splits.split_files`).
     * `.json` files are rows where nothing else is.
 
-    Raises `DataError` if the split is not clear, or a dataset that `datasets.save_to_disk` wrote is
-    damaged.
+    Raises `DataError` if the split is not clear, if all data is in formats that are not read, or a
+    dataset that `datasets.save_to_disk` wrote is damaged.
     """
-    found = list(_walk(folder, held_out))
+    walked = dict(_walk(folder, held_out))
+    found = [file for file, is_read in walked.items() if is_read]
     rows = [file for file in found if not (is_text(file) or is_json(file))]
     texts = [file for file in found if is_text(file)]
-    own = [file for file in texts if file.name.partition(".")[0].lower() not in _CARDS]
+    own = [file for file in texts if not _CARD.fullmatch(file.name)]
     objects = [
-        file for file in found if is_json(file) and file.name.partition(".")[0] not in _ABOUT
+        file
+        for file in found
+        if is_json(file) and file.name.partition(".")[0].lower() not in _ABOUT
     ]
-    is_dataset = bool(rows or objects) and is_on_the_hub(folder)
-    if is_dataset and (splits := declared_splits(folder)):
-        return _of_split(folder, splits, rows or objects, held_out)
+    on_the_hub = is_on_the_hub(folder)
+    unread = [file for file, is_read in walked.items() if not is_read and is_unread_data(file)]
+    if not (rows or objects) and (on_the_hub or not own):
+        others = [file for file in walked if not (walked[file] or _CARD.fullmatch(file.name))]
+        _refuse(folder, unread or ([] if own else others))
+    if unread:
+        _say(f"{folder}: {_names(folder, unread)} not read: the format is unknown", logging.WARNING)
+    if on_the_hub and (splits := declared_splits(folder)):
+        return _of_split(folder, splits, rows or objects or own, held_out)
     if not rows and not own and objects:
         return _of_split(folder, split_files(folder, objects), objects, held_out)
     if objects:
@@ -56,13 +69,30 @@ def folder_files(folder: Path, *, held_out: bool) -> list[Path]:
         splits = split_files(folder, own or texts)
         # Source code has folders `test` too; these folders hold nothing but splits.
         is_split = "train" in splits and sum(map(len, splits.values())) == len(own or texts)
-        return _of_split(folder, splits, own or texts, held_out) if is_split else texts
+        if is_split:
+            return _of_split(folder, splits, own or texts, held_out)
+        return own if on_the_hub or unread else texts
     chosen = set(_of_split(folder, split_files(folder, rows), rows, held_out))
-    if own and is_dataset:
+    if own and on_the_hub:
         _say(f"{folder}: a dataset of the Hugging Face Hub: its text files are not read")
         own = []
     chosen |= set(own)
     return [file for file in found if file in chosen]
+
+
+def _refuse(folder: Path, unread: Sequence[Path]) -> None:
+    """Raise `DataError` if there are files that are not read: nothing beside them is data."""
+    if unread:
+        raise DataError(
+            f"{folder}: {_names(folder, unread)} not read: convert to a format that is, one of "
+            f"{known_suffixes()}, or name the files to read"
+        )
+
+
+def _names(folder: Path, files: Sequence[Path]) -> str:
+    """`a.csv is`, `a.csv and 2 others are`: the subject of a sentence."""
+    first, others = files[0].relative_to(folder).as_posix(), len(files) - 1
+    return f"{first} and {others} other{'s' * (others > 1)} are" if others else f"{first} is"
 
 
 def _of_split(
@@ -81,7 +111,8 @@ def _of_split(
     return chosen
 
 
-def _walk(folder: Path, held_out: bool) -> Iterator[Path]:
+def _walk(folder: Path, held_out: bool) -> Iterator[tuple[Path, bool]]:
+    """Each file, and whether its format is known."""
     for root, folders, files in os.walk(folder):
         here = Path(root)
         if (here / "dataset_dict.json").is_file():
@@ -92,12 +123,12 @@ def _walk(folder: Path, held_out: bool) -> Iterator[Path]:
             continue
         if (here / "state.json").is_file() and (here / "dataset_info.json").is_file():
             folders.clear()
-            yield from _dataset_files(here)
+            yield from ((file, True) for file in _dataset_files(here))
             continue
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(files):
-            if not name.startswith(".") and reader_for(here / name):
-                yield here / name
+            if not name.startswith("."):
+                yield here / name, reader_for(here / name) is not None
 
 
 def _dataset_files(folder: Path) -> list[Path]:
@@ -115,6 +146,6 @@ def _dataset_files(folder: Path) -> list[Path]:
 
 
 @functools.cache
-def _say(line: str) -> None:
+def _say(line: str, level: int = logging.INFO) -> None:
     """Log a line once: the files of a source are looked up more than once."""
-    logger.info("%s", line)
+    logger.log(level, "%s", line)

@@ -22,6 +22,10 @@ _TEXT_SUFFIXES = tuple(
     ".c .cc .cpp .cu .go .h .hpp .java .js .md .py .rs .rst .sh .toml .ts .txt .yaml .yml".split()
 )
 _JSON_SUFFIXES = (".json", ".json.gz")
+_UNREAD_SUFFIXES = tuple(
+    ".7z .arrow .avro .bz2 .csv .db .feather .gz .h5 .hdf5 .lance .ndjson .npy .npz .orc .pickle "
+    ".pkl .sqlite .sqlite3 .tar .tfrecord .tgz .tsv .xls .xlsx .xz .zip .zst".split()
+)
 _BOM = codecs.BOM_UTF8
 """Some editors write it at the beginning of a file; it is no text."""
 _RECORDS_PER_READ = 256
@@ -29,7 +33,8 @@ _RECORDS_PER_READ = 256
 
 def reader_for(file: Path) -> Callable[[Path], Documents] | None:
     """The function that reads a file of this name, or None if the format is not known."""
-    return next((read for suffixes, read in _READERS.items() if file.name.endswith(suffixes)), None)
+    name = file.name.lower()
+    return next((read for suffixes, read in _READERS.items() if name.endswith(suffixes)), None)
 
 
 def known_suffixes(separator: str = " ") -> str:
@@ -49,12 +54,17 @@ def read_text(file: Path) -> Documents:
 
 def is_text(file: Path) -> bool:
     """Whether a file of this name is read as one text."""
-    return file.name.endswith(_TEXT_SUFFIXES)
+    return file.name.lower().endswith(_TEXT_SUFFIXES)
+
+
+def is_unread_data(file: Path) -> bool:
+    """Whether a file of this name holds data in a format that is not read."""
+    return file.name.lower().endswith(_UNREAD_SUFFIXES) and reader_for(file) is None
 
 
 def is_json(file: Path) -> bool:
     """Whether a file of this name is JSON as a whole: rows, or settings of a program."""
-    return file.name.endswith(_JSON_SUFFIXES)
+    return file.name.lower().endswith(_JSON_SUFFIXES)
 
 
 def _read_jsonl(file: Path) -> Documents:
@@ -81,7 +91,8 @@ def _read_json(file: Path) -> Documents:
 def _opened(file: Path) -> Iterator[IO[bytes]]:
     """The file, unpacked if its name ends in .gz. Raises `DataError` if that fails."""
     try:
-        with gzip.open(file, "rb") if file.name.endswith(".gz") else file.open("rb") as opened:
+        is_packed = file.name.lower().endswith(".gz")
+        with gzip.open(file, "rb") if is_packed else file.open("rb") as opened:
             yield opened  # pyright: ignore[reportReturnType]
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{file}: damaged gzip file ({error})") from None

@@ -83,4 +83,5 @@ def _is_named(name: str, split: str, is_folder: bool) -> bool:
 
 def _has_word(name: str, split: str) -> bool:
     words = "|".join(KEYWORDS[split])
-    return re.search(rf"(?:^|{_SEPARATORS})(?:{words})(?:{_SEPARATORS}|$)", name) is not None
+    pattern = rf"(?:^|{_SEPARATORS})(?:{words})(?:{_SEPARATORS}|$)"
+    return re.search(pattern, name, re.IGNORECASE) is not None

@@ -51,6 +51,9 @@ TEST = "data/test-00000-of-00001.jsonl"
             ["data/train_sft-00000-of-00001.jsonl"],
             ["data/test_sft-00000-of-00001.jsonl"],
         ),
+        (["Train.jsonl", "Test.jsonl"], ["Train.jsonl"], ["Test.jsonl"]),
+        (["TRAIN-1.JSONL", "my_VAL.jsonl"], ["TRAIN-1.JSONL"], ["my_VAL.jsonl"]),
+        (["Training/a.jsonl", "Dev/a.jsonl"], ["Training/a.jsonl"], ["Dev/a.jsonl"]),
         # No word of a split.
         (["a.jsonl", "b/c.jsonl"], ["a.jsonl", "b/c.jsonl"], ["a.jsonl", "b/c.jsonl"]),
         (
@@ -140,6 +143,65 @@ def test_cards_are_not_read_beside_rows(tmp_path, names, card, expected):
     (tmp_path / "README.md").write_text(card)
     (tmp_path / ".gitattributes").write_text("*.jsonl")
     assert found(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    "README_zh.md README-cn.md Readme.MD LICENSE-DATA.txt COPYING.txt dataset_card.md datasheet.md "
+    "DATASET_CARD_en.md requirements.txt".split(),
+)
+@pytest.mark.parametrize("rows", ["a.jsonl", "A.JSONL", "a.Json"])
+def test_cards_of_any_name(tmp_path, name, rows):
+    make(tmp_path, [rows, name])
+    assert found(tmp_path) == [rows]
+
+
+@pytest.mark.parametrize("card", ["# A", HUB])
+@pytest.mark.parametrize(
+    ("names", "unread"),
+    [
+        (["train.csv"], "train.csv is"),
+        (["data/train.csv", "LICENSE-DATA.txt"], "data/train.csv is"),
+        (["train.jsonl.zst", "LICENSE"], "train.jsonl.zst is"),
+        (["TRAIN.TSV", "test.tsv", "x.tsv", "README_zh.md"], "TRAIN.TSV and 2 others are"),
+        (["license_plates.csv"], "license_plates.csv is"),
+        (["table.unknown", "dataset_infos.json"], "table.unknown is"),
+    ],
+)
+def test_cards_are_not_read_beside_data_of_other_formats(tmp_path, names, card, unread):
+    make(tmp_path, names)
+    (tmp_path / "README.md").write_text(card)
+    with pytest.raises(DataError, match=rf": {unread} not read: .* of \.jsonl \.jsonl\.gz \.json"):
+        found(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "card", "expected"),
+    [
+        (["corpus.txt"], HUB, ["corpus.txt"]),
+        (["corpus.txt", "LICENSE.txt", "README_zh.md"], HUB, ["corpus.txt"]),
+        (["guide.md", "usage.md", "logo.png"], "# A", ["README.md", "guide.md", "usage.md"]),
+        (["guide.md", "table.csv"], "# A", ["guide.md"]),
+        ([], "# A", ["README.md"]),
+    ],
+)
+def test_cards_beside_text(tmp_path, names, card, expected):
+    make(tmp_path, names)
+    (tmp_path / "README.md").write_text(card)
+    assert found(tmp_path) == expected
+
+
+def test_a_hub_dataset_of_a_script_and_an_archive(tmp_path):
+    make(tmp_path, ["load.py", "data.zip"])
+    (tmp_path / "README.md").write_text(HUB)
+    with pytest.raises(DataError, match=r"data.zip is not read"):
+        found(tmp_path)
+
+
+def test_files_left_out_are_said(tmp_path, log):
+    make(tmp_path, ["a.jsonl", "b.csv"])
+    assert found(tmp_path) == ["a.jsonl"]
+    assert f"{tmp_path}: b.csv is not read: the format is unknown" in log.messages
 
 
 def test_source_code_in_folders_of_splits_alone(tmp_path):
