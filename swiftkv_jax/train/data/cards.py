@@ -6,14 +6,17 @@ https://huggingface.co/docs/hub/datasets-manual-configuration
 
 from __future__ import annotations
 
+import dataclasses
 import glob
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...errors import DataError
 from .formats import reader_for
+from .splits import split_files
 
 _CARD, _LINE = "README.md", "---"
 
@@ -24,38 +27,68 @@ def is_on_the_hub(folder: Path) -> bool:
     return card.is_file() and card.read_bytes().startswith(_LINE.encode())
 
 
-def declared_splits(folder: Path) -> dict[str, list[Path]]:
+@dataclasses.dataclass(frozen=True)
+class _Configuration:
+    name: str
+    """`default` of the default one."""
+    folder: Path
+    """`data_dir`: where its files lie."""
+    patterns: dict[str, list[str]]
+    """`data_files` of each split. Without any, all files of `data_dir` are meant."""
+
+    @property
+    def place(self) -> Path:
+        """A path that names its files."""
+        return self.folder / next(iter(self.patterns.values()))[0] if self.patterns else self.folder
+
+    def splits(self, kinds: Sequence[Sequence[Path]]) -> dict[str, list[Path]]:
+        if self.patterns:
+            return {
+                split: [
+                    Path(file)
+                    for pattern in patterns
+                    for file in sorted(glob.glob(str(self.folder / pattern), recursive=True))
+                    if reader_for(Path(file))
+                ]
+                for split, patterns in self.patterns.items()
+            }
+        inside = ([file for file in kind if self.folder in file.parents] for kind in kinds)
+        files = next(filter(None, inside), [])
+        return split_files(self.folder, files) or {"train": files}
+
+
+def declared_splits(folder: Path, kinds: Sequence[Sequence[Path]]) -> dict[str, list[Path]]:
     """The files of each split that the card of `folder` declares, in the only configuration, or in
     the default one of several, as far as their formats are known; empty if it declares none.
-    Raises `DataError` if it is not clear which configuration is meant."""
-    configs = {name: files for name, files in _configurations(folder) if files}
-    chosen = configs.get("default") or next(iter(configs.values()), {})
+
+    `kinds` are the folder's files that could be read, by kind. Of a `data_dir` the first kind that
+    is in it is read. Raises `DataError` if it is not clear which configuration is meant."""
+    configs = {
+        config.name: config
+        for config in _configurations(folder)
+        if config.patterns or config.folder != folder
+    }
+    chosen = configs.get("default") or next(iter(configs.values()), None)
     if len(configs) > 1 and "default" not in configs:
-        places = " or ".join(
-            str(folder / next(iter(files.values()))[0]) for files in configs.values()
-        )
+        places = " or ".join(str(config.place) for config in configs.values())
         raise DataError(
             f"{folder}: its configurations are {', '.join(configs)}, none of them the default: "
             f"name the files of one, {places}"
         )
-    return {
-        split: [
-            Path(file)
-            for pattern in patterns
-            for file in sorted(glob.glob(str(folder / pattern), recursive=True))
-            if reader_for(Path(file))
-        ]
-        for split, patterns in chosen.items()
-    }
+    return chosen.splits(kinds) if chosen else {}
 
 
-def _configurations(folder: Path) -> Iterator[tuple[str, dict[str, list[str]]]]:
-    """(name, patterns of each split) of what the card declares; the name of the default one is
-    `default`."""
+def _configurations(folder: Path) -> Iterator[_Configuration]:
     for config in _metadata(folder).get("configs") or []:
         if isinstance(config, Mapping):
             name = "default" if config.get("default") else config.get("config_name", "default")
-            yield str(name), _patterns(config.get("data_files"))
+            # os.path.normpath: `data_dir` may be `./en/`, and `.` is the folder itself.
+            place = Path(os.path.normpath(folder / str(config.get("data_dir") or "")))
+            yield _Configuration(
+                str(name),
+                folder if place == Path(os.path.normpath(folder)) else place,
+                _patterns(config.get("data_files")),
+            )
 
 
 def _metadata(folder: Path) -> Mapping[str, Any]:

@@ -59,7 +59,7 @@ def folder_files(folder: Path, *, held_out: bool) -> list[Path]:
         _refuse(folder, unread or ([] if own else others))
     if unread:
         _say(f"{folder}: {_names(folder, unread)} not read: the format is unknown", logging.WARNING)
-    if on_the_hub and (splits := declared_splits(folder)):
+    if on_the_hub and (splits := declared_splits(folder, [rows, objects, own])):
         return _of_split(folder, splits, rows or objects or own, held_out)
     if not rows and not own and objects:
         return _of_split(folder, split_files(folder, objects), objects, held_out)
