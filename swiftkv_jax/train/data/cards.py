@@ -82,13 +82,8 @@ def _configurations(folder: Path) -> Iterator[_Configuration]:
     for config in _metadata(folder).get("configs") or []:
         if isinstance(config, Mapping):
             name = "default" if config.get("default") else config.get("config_name", "default")
-            # os.path.normpath: `data_dir` may be `./en/`, and `.` is the folder itself.
-            place = Path(os.path.normpath(folder / str(config.get("data_dir") or "")))
-            yield _Configuration(
-                str(name),
-                folder if place == Path(os.path.normpath(folder)) else place,
-                _patterns(config.get("data_files")),
-            )
+            place = folder / os.path.normpath(str(config.get("data_dir") or "."))
+            yield _Configuration(str(name), place, _patterns(config.get("data_files")))
 
 
 def _metadata(folder: Path) -> Mapping[str, Any]:

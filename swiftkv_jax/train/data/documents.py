@@ -25,7 +25,7 @@ COLUMNS = (
     "output",
 )
 """Fields that make a form. If a row has several forms, the first in this order counts."""
-FURTHER_COLUMNS = ("tools", "system", "input")
+FURTHER_COLUMNS = ("tools", "system", "input", "history")
 """Fields that are read with them."""
 
 
@@ -111,7 +111,18 @@ class _Malformed(ValueError):
 
 def _prompt_and(fields: dict[str, Any], answer: str, origin: str) -> Document:
     prompt, completion = fields["prompt"], fields[answer]
+    if _history(fields):
+        raise _Malformed(f'"history" has no place beside "prompt" and "{answer}": use "messages"')
     if isinstance(prompt, str) and isinstance(completion, str):
+        for name, value in (
+            ("system", _system(fields, [])),
+            ("tools", _tools(fields.get("tools"))),
+        ):
+            if value:
+                raise _Malformed(
+                    f'"{name}" has no place in a row of text, "prompt" and "{answer}": use '
+                    f'"messages", or lists of messages'
+                )
         return Document(origin, text=prompt + completion, given=len(prompt))
     if isinstance(prompt, list) and isinstance(completion, list):
         return _chat(origin, prompt + completion, fields, given=len(prompt))
@@ -119,13 +130,29 @@ def _prompt_and(fields: dict[str, Any], answer: str, origin: str) -> Document:
 
 
 def _instruction(fields: dict[str, Any], origin: str) -> Document:
-    """A question and its answer, as in Alpaca's data."""
+    """A question and its answer, as in Alpaca's data; `history` has those before them."""
     parts = [fields["instruction"], fields.get("input", "")]
     if not all(isinstance(part, str) for part in [*parts, fields["output"]]):
         raise _Malformed('"instruction", "input" and "output" must be text')
     question = {"role": "user", "content": "\n\n".join(filter(None, parts))}
     answer = {"role": "assistant", "content": fields["output"]}
-    return _chat(origin, [question, answer], fields)
+    return _chat(origin, [*_history(fields), question, answer], fields)
+
+
+def _history(fields: dict[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a row's `history`, pairs of a question and its answer. Raises
+    `_Malformed`."""
+    pairs = fields.get("history") or []
+    if not isinstance(pairs, list) or not all(
+        isinstance(pair, list) and [type(one) for one in pair] == [str, str] for pair in pairs
+    ):
+        raise _Malformed('"history" must be a list of pairs [question, answer] of text')
+    roles = ("user", "assistant")
+    return [
+        {"role": role, "content": text}
+        for pair in pairs
+        for role, text in zip(roles, pair, strict=True)
+    ]
 
 
 def _chat(origin: str, messages: list[Any], fields: dict[str, Any], *, given: int = 0) -> Document:

@@ -11,7 +11,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from pyarrow import parquet
 
 from swiftkv_jax.errors import DataError, UsageError
-from swiftkv_jax.train.data.documents import Document, Unreadable, parse_row
+from swiftkv_jax.train.data.documents import Unreadable
 from swiftkv_jax.train.data.sources import STDLIB, DataSource, find_files, parse_source, read_file
 
 
@@ -108,6 +108,14 @@ def test_a_bad_row_is_named_by_its_place(tmp_path, name):
     assert bad.origin.endswith(":2" if ".jsonl" in name else ":row 1")
 
 
+@pytest.mark.parametrize("name", WRITERS)
+def test_earlier_turns_in_every_format(tmp_path, name):
+    row = {"instruction": "q", "output": "a", "history": [["b", "c"]]}
+    WRITERS[name](tmp_path / name, [row, row | {"history": []}])
+    contents = [[one["content"] for one in row.messages] for row in read(tmp_path / name)]
+    assert contents == [["b", "c", "q", "a"], ["q", "a"]]
+
+
 def test_text_and_folders(tmp_path):
     (tmp_path / "b.txt").write_text("two")
     (tmp_path / "a.py").write_text("one")
@@ -163,149 +171,6 @@ def test_a_path_with_a_colon_is_taken_whole(tmp_path):
 def test_bad_weights(text):
     with pytest.raises(UsageError, match="`data`="):
         parse_source(text)
-
-
-USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-SYSTEM = {"role": "system", "content": "s"}
-TOOL = {"type": "function", "function": {"name": "f"}}
-CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
-
-
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ({"text": "t", "messages": None}, Document("o", text="t")),
-        (
-            {"messages": [USER, ANSWER], "prompt": "ignored", "completion": "too"},
-            Document("o", messages=[USER, ANSWER]),
-        ),
-        (
-            {"messages": [USER | {"name": "n", "x": None}], "tools": [TOOL]},
-            Document("o", messages=[USER | {"name": "n"}], tools=[TOOL]),
-        ),
-        ({"prompt": "q ", "completion": "a"}, Document("o", text="q a", given=2)),
-        (
-            {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]},
-            Document("o", messages=[USER, ANSWER, USER, ANSWER], given=3),
-        ),
-        (
-            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
-            Document("o", messages=[USER, ANSWER]),
-        ),
-        (
-            {"conversations": [USER | {"from": None, "value": None}, ANSWER]},
-            Document("o", messages=[USER, ANSWER]),
-        ),
-        (
-            {
-                "system": "s",
-                "tools": json.dumps([TOOL]),
-                "conversations": [
-                    {"from": "human", "value": "q"},
-                    {"from": "function_call", "value": '{"name": "f", "arguments": {"a": null}}'},
-                    {"from": "observation", "value": "1"},
-                    {"from": "function_call", "value": '[{"name": "f"}, {"name": "g"}]'},
-                    {"from": "tool", "value": "2"},
-                    {"from": "function_response", "value": "3"},
-                    {"from": "gpt", "value": "a"},
-                ],
-            },
-            Document(
-                "o",
-                messages=[
-                    SYSTEM,
-                    USER,
-                    calling(a=None),
-                    {"role": "tool", "content": "1"},
-                    {
-                        "role": "assistant",
-                        "content": "",
-                        "tool_calls": [CALL, {**CALL, "function": {"name": "g", "arguments": {}}}],
-                    },
-                    {"role": "tool", "content": "2"},
-                    {"role": "tool", "content": "3"},
-                    ANSWER,
-                ],
-                tools=[TOOL],
-            ),
-        ),
-        ({"prompt": "q ", "response": "a"}, Document("o", text="q a", given=2)),
-        (
-            {"prompt": [USER], "response": [ANSWER]},
-            Document("o", messages=[USER, ANSWER], given=1),
-        ),
-        (
-            {"prompt": [USER], "response": [ANSWER], "system": "s"},
-            Document("o", messages=[SYSTEM, USER, ANSWER], given=2),
-        ),
-        (
-            {"instruction": "q", "input": "", "output": "a"},
-            Document("o", messages=[USER, ANSWER]),
-        ),
-        ({"instruction": "q", "output": "a"}, Document("o", messages=[USER, ANSWER])),
-        (
-            {"instruction": "q", "input": "i", "output": "a", "system": "s"},
-            Document("o", messages=[SYSTEM, USER | {"content": "q\n\ni"}, ANSWER]),
-        ),
-        (
-            {"instruction": "q", "output": "a", "text": "q: a"},
-            Document("o", text="q: a"),
-        ),
-        (
-            {"messages": [SYSTEM, USER, ANSWER], "system": "other", "tools": [json.dumps(TOOL)]},
-            Document("o", messages=[SYSTEM, USER, ANSWER], tools=[TOOL]),
-        ),
-        ({"messages": [USER, ANSWER], "tools": ""}, Document("o", messages=[USER, ANSWER])),
-        ({"messages": [USER, ANSWER], "tools": "[]"}, Document("o", messages=[USER, ANSWER])),
-        (
-            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]},
-            Document("o", messages=[{"role": "assistant", "content": "", "tool_calls": [CALL]}]),
-        ),
-    ],
-)
-def test_row_forms(row, expected):
-    assert parse_row(row, "o") == expected
-
-
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ({"txt": "?"}, "unknown form, found the fields txt; accepted"),
-        ({"text": 1}, "unknown form"),
-        ([1, 2], "unknown form, found list"),
-        ({"prompt": "a"}, "unknown form"),
-        ({"prompt": "a", "completion": [ANSWER]}, "must both be text"),
-        ({"messages": "hello"}, '"messages" must be a list'),
-        ({"messages": [USER, {"content": "no role"}]}, "message 1: expected"),
-        ({"messages": [{"role": "user"}]}, "message 0: a message of role 'user' needs `content`"),
-        ({"conversations": {}}, '"conversations" must be a list'),
-        (
-            {"conversations": [{"from": "robot", "value": "x"}]},
-            'turn 0 of "conversations": expected .*human',
-        ),
-        (
-            {"conversations": [{"from": "function_call", "value": "f(1)"}]},
-            'turn 0 of "conversations": a function_call must be JSON',
-        ),
-        ({"conversations": [{"from": "function_call", "value": "3"}]}, "message 0, .*: call 0 of"),
-        ({"messages": [USER], "tools": "f(x)"}, '"tools" is text, and not valid JSON'),
-        ({"messages": [USER], "tools": {"f": 1}}, '"tools" must be a list, not dict'),
-        ({"messages": [USER], "tools": [3]}, '"tools": tool 0: expected'),
-        ({"messages": [USER], "system": 3}, '"system" must be text, not int'),
-        ({"instruction": 3, "output": "a"}, '"instruction", "input" and "output" must be text'),
-        ({"instruction": "q", "response": "a"}, "unknown form, found the fields instruction, resp"),
-        ({"prompt": "q", "response": [ANSWER]}, '"prompt" and "response" must both be text'),
-        (
-            {"messages": [USER | {"content": [{"type": "image"}]}]},
-            r"message 0, content\[0\].type: a part of type 'image': the model reads text alone",
-        ),
-    ],
-)
-def test_malformed_rows(row, reason):
-    found = parse_row(row, "o")
-    assert isinstance(found, Unreadable)
-    with pytest.raises(ValueError, match=reason):
-        raise ValueError(found.reason)
 
 
 @pytest.mark.parametrize(
