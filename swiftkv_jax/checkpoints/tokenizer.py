@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..special_tokens import ids_around
 from .spm_file import ModelFile, read_model_file
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ def _obey_flags(tokenizer: Any, bos: bool | None, eos: bool | None, *, exact: bo
     from tokenizers import processors
 
     backend: Tokenizer = tokenizer.backend_tokenizer
-    stored = _around(backend)
+    stored = ids_around(backend)
     first, last = tokenizer.bos_token_id, tokenizer.eos_token_id
     before = _with(bos, first, stored[0], 0, exact)
     after = _with(eos, last, stored[1], len(stored[1]), exact)
@@ -199,14 +200,6 @@ def _with(
     if wanted:
         return [*ids[:at], token, *ids[at:]]
     return [index for index in ids if index != token] if exact else ids
-
-
-def _around(backend: Tokenizer) -> tuple[list[int], list[int]]:
-    """The ids that the post-processor puts before and after a text."""
-    text = backend.encode("a", add_special_tokens=False).ids
-    whole = backend.encode("a").ids
-    start = next(i for i in range(len(whole) + 1) if whole[i : i + len(text)] == text)
-    return whole[:start], whole[start + len(text) :]
 
 
 def _built(model: ModelFile, settings: Mapping[str, Any]) -> Tokenizer:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import DataError, UsageError
-from ...special_tokens import brings_first_token
+from ...special_tokens import brought_first_token
 from ..engine.requests import Request
 from ..engine.sampling_params import SamplingParams
 from ..text import encode, encode_chat
@@ -83,10 +83,10 @@ class PromptReader:
         return encode_chat(self._tokenizer, value)
 
     def _encode(self, text: str) -> list[int]:
-        if brings_first_token(self._tokenizer, text) and not self._warned:
+        if (first := brought_first_token(self._tokenizer, text)) and not self._warned:
             self._warned = True
             logger.warning(
-                f"a prompt begins with {self._tokenizer.bos_token}; it is taken as that "
+                f"a prompt begins with {first}; it is taken as that "
                 f"token, and no second one is added"
             )
         return encode(self._tokenizer, text)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...special_tokens import brings_first_token, brings_last_token
+from ...special_tokens import brings_first_token, brings_last_token, ids_after
 from .documents import Document, Unreadable
 from .rendering import Rendered, Renderer
 
@@ -116,12 +116,14 @@ def _ended(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and targets of a text with one end token, which is a target: its own, or one that is
     added. Shapes are those of `_inside`."""
-    end = tokenizer.eos_token_id
-    if end is None:
-        return ids, is_target
-    if len(ids) and ids[-1] == end and ranges[-1, 0] == ranges[-1, 1]:  # the tokenizer's
-        ids, is_target = ids[:-1], is_target[:-1]
-    if brings_last_token(tokenizer, text):
+    end, added = tokenizer.eos_token_id, ids_after(tokenizer)
+    is_brought = brings_last_token(tokenizer, text)
+    # The tokenizer's own, which are no part of the text.
+    own = added if is_brought else [end]
+    count = len(own)
+    if ids[-count:].tolist() == own and (ranges[-count:, 0] == ranges[-count:, 1]).all():
+        ids, is_target = ids[:-count], is_target[:-count]
+    if is_brought or end is None:
         return ids, is_target
     return np.append(ids, np.int32(end)), np.append(is_target, True)
 

@@ -82,6 +82,38 @@ def test_no_special_token_is_doubled(adds, text, expected):
     assert pair.tokens.tolist() == example.tokens.tolist()
 
 
+@pytest.mark.parametrize(
+    ("single", "bos", "eos", "text", "expected"),
+    [
+        # GLM: no `bos_token`.
+        ("[gMASK] <sop> $A", None, "</s>", "ab", "[gMASK]<sop>ab</s>"),
+        ("[gMASK] <sop> $A", None, "</s>", "[gMASK]<sop>ab", "[gMASK]<sop>ab</s>"),
+        ("[gMASK] <sop> $A", None, "</s>", "[gMASK]<sop>ab</s>", "[gMASK]<sop>ab</s>"),
+        ("[gMASK] <sop> $A", None, None, "[gMASK]<sop>ab", "[gMASK]<sop>ab"),
+        ("[gMASK] <sop> $A", "<s>", "</s>", "[gMASK]<sop>ab", "[gMASK]<sop>ab</s>"),
+        ("[gMASK] <sop> $A", "<s>", "</s>", "<s>ab", "<s>ab</s>"),
+        # BERT: neither is named.
+        ("<s> $A [SEP]", None, None, "ab", "<s>ab[SEP]"),
+        ("<s> $A [SEP]", None, None, "ab[SEP]", "<s>ab[SEP]"),
+        ("<s> $A [SEP]", None, None, "<s>ab[SEP]", "<s>ab[SEP]"),
+        ("$A </s> [SEP]", None, "</s>", "ab</s>[SEP]", "ab</s>[SEP]"),
+        ("$A </s> [SEP]", None, "</s>", "ab</s>", "ab</s>"),
+    ],
+)
+def test_what_the_post_processor_adds_is_not_doubled(single, bos, eos, text, expected):
+    tokenizer = byte_tokenizer(specials=("[gMASK]", "<sop>", "[SEP]"))
+    tokenizer.bos_token, tokenizer.eos_token = bos, eos
+    names = [one for one in single.split() if one != "$A"]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=single, special_tokens=[(one, tokenizer.convert_tokens_to_ids(one)) for one in names]
+    )
+    (example,) = examples({"text": text}, tokenizer)
+    assert tokenizer.decode(example.tokens) == expected
+    if single.endswith("$A"):  # the same in a server's prompt
+        prompt = tokenizer.decode(encode(tokenizer, text))
+        assert prompt == (expected if text.endswith("</s>") else expected.removesuffix("</s>"))
+
+
 def test_texts_with_and_without_their_tokens_keep_their_order():
     tokenizer = byte_tokenizer()
     texts = [f"{'<s>' * (i % 3 == 0)}{i}{'</s>' * (i % 2)}" for i in range(600)]
