@@ -10,7 +10,7 @@ from tests.infer.serve.conftest import END, TEMPLATE, make_tagged_tokenizer
 from tests.infer.serve.test_forms import CHAT, ROOM, chat
 
 TAGS = "<tool_call>", "</tool_call>"
-HERMES = TEMPLATE + "{# <tool_call> #}"
+HERMES = TEMPLATE + "{% if false %}<tool_call>{% endif %}"
 THINKING = HERMES.replace("assistant: ", "assistant: <think>\n") + "{# </think> #}"
 PARTS = {
     "days": ({"type": "integer", "minimum": 0, "maximum": 40}, lambda v: 0 <= v <= 40),

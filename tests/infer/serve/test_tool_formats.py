@@ -21,6 +21,15 @@ LLAMA = (
         (LLAMA, "llama3_json"),
         ("{'name': ...}", "llama3_json"),
         ("{{ message.tool_calls[0].function | tojson }}", "llama3_json"),
+        ("Respond with a JSON for a function call.", "llama3_json"),
+        ("{{ messages | tojson }}", "llama3_json"),
+        ("{{ t | tojson }}", UNPARSED),
+        ("'Call [func_name1(params_name1=params_value1)]'", UNPARSED),  # Llama 3.2, Llama 4
+        ("```tool_code\n{'name': ...}", UNPARSED),  # Gemma 3
+        ("'<|plugin|>' + {'name': ...}", UNPARSED),  # InternLM 2
+        ("'<|tools_prefix|>[{\"' + name + '\": '", UNPARSED),  # Apertus
+        ("{# <tool_call> {'name': ...} #}", UNPARSED),
+        ("{#- [TOOL_CALLS]\n #}{'name': ...}", "llama3_json"),
         ("<tool_call>", "hermes"),
         (
             '<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args>}</tool_call>',
@@ -42,13 +51,14 @@ LLAMA = (
 )
 def test_format_of_templates(lines, format):
     assert format_of("{% if tools %}" + lines + "{% endif %}") == format
-    assert format_of(lines.replace("tools", "x")) is None
+    without = lines.replace("tools", "x")
+    assert format_of(without) is format_of("{# tools #}" + without) is None
 
 
 def test_calls_that_are_not_parsed_come_as_text(start, says, caplog):
     """Said once, at the start; a call is not forced into a form that the model does not know."""
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = TEMPLATE + "{# [TOOL_CALLS] #}"
+    tokenizer.chat_template = TEMPLATE + "{% if false %}[TOOL_CALLS]{% endif %}"
     with caplog.at_level(logging.WARNING):
         running = start(engine=ROOM, tokenizer=tokenizer)
     (line,) = [one.getMessage() for one in caplog.records if "tools" in one.getMessage()]

@@ -293,7 +293,8 @@ def test_what_has_no_such_form_is_refused(schema, message):
 
 
 def test_a_server(start, says):
-    template = TEMPLATE + "{# <tool_call>\n<function=x>\n<parameter=y> #}"
+    form = "<tool_call>\n<function=x>\n<parameter=y>"
+    template = TEMPLATE + "{% if false %}" + form + "{% endif %}"
     tokenizer = make_tagged_tokenizer("<tool_call>", "</tool_call>", template=template)
     running = start(engine=ROOM, tokenizer=tokenizer)
     tool = {"type": "function", "function": {"name": "f", "parameters": FORCED}}

@@ -19,10 +19,18 @@ UNPARSED = "unparsed"
 _OTHER_FORMATS = re.compile(
     r"<[^<>\s'\"]*(?i:tool\S{0,2}calls?|function\S?calls?)[^<>]*>|\[TOOL_CALLS?\]|\[ARGS\]"
     r"|<function=|functools\[|<arg_key>|<invoke|<\|START_ACTION\|>|<\|channel\|>"
+    r"|```tool_code|<\|plugin\|>|<\|tools_prefix\|>|\[\w+\(\w+="
 )
 """Marks of calls in the templates of Mistral, DeepSeek, Granite 3, Phi-4, GLM-4.5, MiniMax, Kimi,
-Command R, gpt-oss and Functionary. Their calls are no objects of a name and its arguments, or stand
-in a list."""
+Command R, gpt-oss, Functionary, Gemma, InternLM and Apertus, and of calls in Python. Their calls
+are no objects of a name and its arguments, or stand in a list."""
+_JSON_FORM = re.compile(
+    r"['\"](?:name|parameters|arguments)\\?['\"]\s*:"
+    r"|(?:messages|tool_?calls?)['\"]?\]?(?:\[\w+\])?(?:\.function|\['function'\])?\s*\|\s*tojson"
+    r"|(?i:answer|call|output|reply|respond|return|write)[^.{}%]{0,80}\bJSON\b"
+)
+"""A call as JSON, or the words that ask for one."""
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +52,12 @@ class ToolFormat:
 
 def format_of(template: str) -> str | None:
     """The format that a chat template asks for, or `UNPARSED`; None if it takes no tools."""
+    template = _COMMENT.sub("", template)
     if "tools" not in template:
         return None
     if all(mark in template for mark in ("<tool_call>", "<function=", "<parameter=")):
         return "qwen3_coder"
     if "<tool_call>" in template and "<arg_key>" not in template:
         return "hermes"
-    return UNPARSED if _OTHER_FORMATS.search(template) else "llama3_json"
+    is_json = _JSON_FORM.search(template) and not _OTHER_FORMATS.search(template)
+    return "llama3_json" if is_json else UNPARSED
