@@ -49,6 +49,16 @@ def parse(text: str, size: int = 1, format: str = "llama3_json", **options):
         ('{"name": "f"}', "", [("f", "{}")]),
         ('{"name": "f", "arguments": null}', "", [("f", "{}")]),
         ('{"name": "f", "parameters": ""}', "", [("f", "{}")]),
+        *(
+            (f'{{"name": "f", "arguments": {none}}}', "", [("f", "{}")])
+            for none in ('"null"', '" "', "[]", '"[]"', '"{}"')
+        ),
+        ('[{"name": "f", "arguments": {}}]', "", [("f", "{}")]),
+        ('See: [{"name": "f"},\n{"name": "f", "arguments": {}} ]\n', "See:", [("f", "{}")] * 2),
+        ('[{"name": "f", "arguments": {}}] and [1]', " and [1]", [("f", "{}")]),
+        ('{"name": "f", "arguments": {}}]', "]", [("f", "{}")]),
+        ("[1, [{}], [",) * 2 + ([],),
+        ('[{"name": "other", "arguments": {}}]',) * 2 + ([],),
         ('{"name": "f", "arguments": 0}',) * 2 + ([],),
         (
             '{"type": "f", "name": "f", "parameters": {"x": "\\ud800"}}',
@@ -94,6 +104,9 @@ def test_hermes():
         assert parse(HERMES, size, "hermes") == ("", calls)
         assert parse(f"Yes.\n{HERMES}\n{HERMES}", size, "hermes") == ("Yes.", calls * 2)
         assert parse(f"{HERMES} and so on", size, "hermes") == (" and so on", calls)
+        listed = '<tool_call>\n[{"name": "f", "arguments": {}}]\n</tool_call>'
+        assert parse(listed, size, "hermes") == ("", [("f", "{}")])
+        assert parse(listed + " so", size, "hermes") == (" so", [("f", "{}")])
         assert parse("<tool_call> is a tag", size, "hermes") == ("<tool_call> is a tag", [])
 
 
@@ -104,7 +117,7 @@ def test_only_one():
 
 
 def test_random_texts_do_not_depend_on_how_they_come():
-    """250 texts of calls, prose and broken calls."""
+    """400 texts of calls, prose and broken calls."""
     rng = random.Random(0)
     parts = [
         '{"name": "f", "parameters": {"text": "a \\\\ \\" } {", "n": [1, {"x": null}]}}',
@@ -118,11 +131,13 @@ def test_random_texts_do_not_depend_on_how_they_come():
         "Some words; and more, {of them}. ",
         "\n\n",
         "; ",
+        "[",
+        "]",
         "}",
         '"',
     ]
     calls = 0
-    for _ in range(250):
+    for _ in range(400):
         text = "".join(rng.choices(parts, k=rng.randrange(1, 7)))
         whole = parse(text, 10**6)
         calls += len(whole[1])

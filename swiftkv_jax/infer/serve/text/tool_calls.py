@@ -2,10 +2,10 @@
 answers.
 
 A call is a JSON object with a "name" that was declared and its "parameters" (or "arguments"), which
-may be missing, null or "", anywhere in the text but inside another object. The text before and
-after is content. Calls may be separated by whitespace, `;` and the markers of the format: Llama 3's
-`<|python_tag|>`, or `<tool_call>` and `</tool_call>` around each call (Hermes, Qwen). What looks
-like a call and is none is content.
+may be missing, null, "" or [], anywhere in the text but inside another object. The text before and
+after is content, but not the brackets of a list of calls. Calls may be separated by whitespace, `;`
+and the markers of the format: Llama 3's `<|python_tag|>`, or `<tool_call>` and `</tool_call>`
+around each call (Hermes, Qwen). What looks like a call and is none is content.
 """
 
 from __future__ import annotations
@@ -78,6 +78,8 @@ class ToolCallParser:
         """Where the object of `_read_object` begins in `_text`, and how far it has been read."""
         self._depth = 0
         """Braces of the content that are open."""
+        self._in_list = False
+        """A bracket stood before the calls."""
         self._gap_is_content = False
         self._parts: list[AnswerPart] = []
         self.num_calls = 0
@@ -140,7 +142,7 @@ class ToolCallParser:
             self._value_start = self._brace
             self._state = self._read_object
         else:
-            self._begin(found.name)
+            self._begin(found.name, self._text[: self._brace])
             self._text = self._text[found.end :]
             self._state = self._read_arguments
         return True
@@ -189,7 +191,7 @@ class ToolCallParser:
             self._emit(written)
             return True
         name, arguments = call
-        self._begin(name)
+        self._begin(name, written[: self._brace])
         self._parts.append(ToolCallDelta(self.num_calls - 1, arguments=arguments))
         self._end_call()
         return True
@@ -198,9 +200,11 @@ class ToolCallParser:
 
     def _emit(self, content: str) -> None:
         if self._follows_call:  # what closes a call is no content
-            while opened := [m for m in self._markers if content.lstrip(SPACE).startswith(m)]:
+            marks = (*self._markers, "]") if self._in_list else self._markers
+            while opened := [m for m in marks if content.lstrip(SPACE).startswith(m)]:
                 content = content.lstrip(SPACE).removeprefix(opened[0])
         if content:
+            self._in_list = False
             self._depth = self._depth_after(content)
             self._parts.append(content)
             self._follows_call = False
@@ -208,7 +212,9 @@ class ToolCallParser:
     def _depth_after(self, content: str) -> int:
         return max(self._depth + content.count("{") - content.count("}"), 0)
 
-    def _begin(self, name: str) -> None:
+    def _begin(self, name: str, gap: str) -> None:
+        """A call, after a gap that is no content."""
+        self._in_list |= "[" in gap
         call_id = f"call_{secrets.token_hex(12)}"
         self._parts.append(ToolCallDelta(self.num_calls, name, call_id))
         self.num_calls += 1
@@ -223,9 +229,10 @@ class ToolCallParser:
         one."""
         if may_go_on:
             text = text.removesuffix(self._begun_marker(text))
-        if self._follows_call and not self._stripped(text, SPACE + ";,"):
+        closing = "]" if self._in_list else ""
+        if self._follows_call and not self._stripped(text, f"{SPACE};,[{closing}"):
             return ""
-        return self._stripped(text, SPACE)
+        return self._stripped(text, SPACE + "[")
 
     def _stripped(self, text: str, space: str) -> str:
         """`text` without these characters and markers at its end."""
@@ -346,10 +353,10 @@ def _whole_call(text: str, names: Collection[str]) -> tuple[str, str] | None:
         if not given and not found.keys() <= {"name", "type", "id"}:
             return None
         arguments = given[0] if given else {}
-        if arguments is None or arguments == "":  # as some models write that there are none
-            arguments = {}
         if isinstance(arguments, str):  # JSON in JSON, as in OpenAI's own messages
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments) if arguments.strip() else None
+        if arguments is None or arguments == []:  # as some models write that there are none
+            arguments = {}
         written = json.dumps(arguments, allow_nan=False)
     except (ValueError, RecursionError):
         return None
