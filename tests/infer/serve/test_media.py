@@ -223,3 +223,16 @@ def test_first_said_now():
         ([user, answer, user, call], 4),
     ):
         assert first_said_now(turns) == first, turns
+
+
+def test_an_answer_that_was_spoken(server):
+    """Its text stays; one that has none has a text in its place."""
+    for content, left in ((None, TEXT.format("audio")), ("b", "b")):
+        spoken = {"role": "assistant", "content": content, "audio": {"id": "audio_a"}}
+        counts = [
+            server.post(CHAT, {"messages": [user(text("a")), one, user(text("c"))]})
+            for one in (spoken, answer(left))
+        ]
+        assert {status for status, _ in counts} == {200}
+        found = [one["usage"]["prompt_tokens"] for _, one in counts]
+        assert found[0] == found[1]

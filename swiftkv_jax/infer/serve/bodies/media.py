@@ -56,6 +56,9 @@ def replace_media(messages: list[Message]) -> list[Message]:
         if isinstance(message.content, list) and (number < now or message.role == "tool"):
             content = [_replaced(part) for part in message.content]
             message = msgspec.structs.replace(message, content=content)
+        if message.role == "assistant" and message.audio:
+            content = message.content or text_in_place_of("input_audio")
+            message = msgspec.structs.replace(message, content=content, audio=None)
         found.append(message)
     return found
 
