@@ -277,3 +277,23 @@ def test_advice_and_what_asks_for_nothing(server):
     assert answer["output"][0]["content"] == plain["output"][0]["content"]
     assert answer["reasoning"] == {"effort": None, "summary": "detailed"}
     assert answer["max_tool_calls"] == 3 and plain["max_tool_calls"] is None
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"type": "web_search_call", "id": "a", "status": "completed", "action": {"query": "a"}},
+        {"type": "custom_tool_call", "call_id": "a", "name": "patch", "input": "a"},
+        {"type": "local_shell_call", "call_id": "a", "action": {"command": ["ls"]}},
+        {"type": "code_interpreter_call", "code": "1", "container_id": "c", "outputs": []},
+        {"type": "file_search_call", "queries": ["a"], "results": []},
+    ],
+)
+def test_items_of_other_tools_are_refused_by_their_type(server, item):
+    status, answer = server.post(PATH, {"input": [item]})
+    assert status == 400 and answer["error"]["param"] == "input[0].type"
+    said = f"an item of type {item['type']!r} is not supported"
+    assert said in answer["error"]["message"]
+    message = {"role": "user", "content": "a", "action": {}}
+    status, answer = server.post(PATH, {"input": [message]})
+    assert status == 400 and answer["error"]["param"] == "input[0].action"

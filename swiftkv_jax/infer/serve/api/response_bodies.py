@@ -29,6 +29,18 @@ class InputItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     encrypted_content: str | None = None
     caller: Any = None
 
+    # Of items that are refused by their type.
+    action: Any = None
+    code: Any = None
+    container_id: Any = None
+    input: Any = None
+    operation: Any = None
+    outputs: Any = None
+    queries: Any = None
+    result: Any = None
+    results: Any = None
+    server_label: Any = None
+
 
 class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema"] = "text"

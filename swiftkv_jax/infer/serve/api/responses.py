@@ -46,6 +46,12 @@ _OF_ITEMS = {
 }
 """Type of an item -> its fields, all of them needed. Reasoning may have `content`, a call a
 `namespace`."""
+_FIELDS = (
+    *("role", "content", "name", "arguments", "call_id", "output"),
+    *("action", "code", "container_id", "input", "operation", "outputs", "queries", "result"),
+    *("results", "server_label"),
+)
+"""Fields that an item has by its type alone."""
 
 
 _ASK_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
@@ -186,7 +192,7 @@ def _messages(items: list[InputItem]) -> tuple[list[Message], list[str]]:
     for number, item in enumerate(items):
         at = f"input[{number}]"
         fields = _fields(item, at)
-        for name in ("role", "content", "name", "arguments", "call_id", "output"):
+        for name in _FIELDS:
             if item.type == "reasoning" and name == "content":
                 continue
             if (getattr(item, name) is None) == (name in fields):
