@@ -234,6 +234,33 @@ def test_redacted_thinking_is_left_out(server):
     assert status == 400 and "no block of type 'redacted_thinking'" in answer["error"]["message"]
 
 
+SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
+PAGE = {"type": "web_search_result", "url": "u", "title": "t", "encrypted_content": "c"}
+FAILED = {"type": "web_search_tool_result_error", "error_code": "unavailable"}
+SEARCHED = [
+    {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "a"}},
+    *(
+        {"type": "web_search_tool_result", "tool_use_id": "s", "content": content}
+        for content in ([PAGE | {"page_age": None}], FAILED)
+    ),
+]
+
+
+def test_tools_of_other_servers_are_left_out(server):
+    """Their blocks in a conversation, and those of a request, which a header names."""
+    found = []
+    for blocks in ([*SEARCHED, {"type": "text", "text": "a"}], "a"):
+        messages = [*HI, {"role": "assistant", "content": blocks}, *HI]
+        found.append(server.post(COUNT, {"messages": messages}))
+    assert found[0][0] == 200 and found[0] == found[1]
+    body = {"messages": HI, "tools": [FORECAST]}
+    _, plain = server.post(COUNT, body)
+    body["tools"] = [SEARCH, FORECAST]
+    status, headers, content = server.request("POST", COUNT, body)
+    assert (status, json.loads(content)) == (200, plain)
+    assert headers["x-ignored-fields"] == "tools[0]"
+
+
 IMAGE = {"type": "image", "source": {"type": "url", "url": "a"}}
 CALLED = {"type": "tool_use", "id": "a", "name": "forecast", "input": {}}
 
@@ -278,7 +305,12 @@ def result(*content: Any) -> Any:
         ({"system": [IMAGE]}, "system[0].type: a block of type 'image'"),
         ({"tools": [FORECAST, FORECAST]}, "tools[1].name: two tools are"),
         ({"tools": [FORECAST | {"input_schema": {"type": 3}}]}, "tools[0].input_schema: "),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
+        (
+            {"tools": [SEARCH, {"type": "bash_20250124", "name": "bash"}]},
+            "tools[1].type: a tool of type 'bash_20250124' is not supported: define it as a tool",
+        ),
+        ({"tools": [SEARCH, FORECAST, FORECAST]}, "tools[2].name: two tools are"),
+        ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
         ({"tool_choice": {"type": "any"}}, "`tool_choice` needs `tools`"),
         ({"tools": [FORECAST], "tool_choice": {"type": "tool"}}, "tool_choice.name: "),
         ({"mcp_servers": [{"name": "a"}]}, "`mcp_servers` is not supported"),

@@ -23,17 +23,23 @@ class Block(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     title: Any = None
     tool_name: Any = None
 
+    # Of what a server's tools found.
+    encrypted_content: Any = None
+    page_age: Any = None
+    url: Any = None
+
 
 class ContentBlock(Block, kw_only=True):
     """A part of a message (`messages._OF_BLOCKS`)."""
 
     caller: Any = None
-    content: str | list[Block] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    content: str | list[Block] | dict[str, Any] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     data: str | None = None
     id: str | None = None
     input: dict[str, Any] | None = None
     is_error: bool | None = None
     name: str | None = None
+    server_name: Any = None
     signature: str | None = None
     thinking: str | None = None
     tool_use_id: str | None = None
@@ -102,7 +108,8 @@ class Metadata(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class CountTokensBody(Body, kw_only=True):
     messages: list[InputMessage]
     system: str | list[Block] | None = None
-    tools: list[ClientTool] | None = None
+    tools: list[dict[str, Any]] | None = None
+    """Of `ClientTool`, or of a type that `messages.offered` leaves out or refuses."""
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -6,11 +6,13 @@ https://platform.claude.com/docs/en/api/messages
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from ....chat_template import THINKING_SWITCHES
 from ..app import App
+from ..bodies.decoding import convert
 from ..bodies.forms import check_takes_tools
 from ..bodies.media import first_said_now, text_in_place_of
 from ..bodies.params import refuse_fields, refuse_unsupported
@@ -46,20 +48,39 @@ from .message_bodies import (
     ToolChoice,
 )
 from .message_events import NO_THREADS, MessageWriter
-from .run import counted_body, run
+from .response_tools import OfferedTools
+from .run import counted_body, note_ignored, run
 
+_OF_SERVERS = (
+    "server_tool_use",
+    "mcp_tool_use",
+    "mcp_tool_result",
+    "web_search_tool_result",
+    "web_fetch_tool_result",
+    "code_execution_tool_result",
+    "bash_code_execution_tool_result",
+    "text_editor_code_execution_tool_result",
+    "tool_search_tool_result",
+)
+"""Blocks of tools that another server ran. They are left out: no such tool is offered here."""
+_HOSTED = re.compile(
+    r"(web_search|web_fetch|code_execution|tool_search_tool_(bm25|regex)|mcp_toolset)(_\d{8})?"
+)
+"""Types of tools that the server itself would run: they are accepted, and the model is not offered
+them."""
 _OF_BLOCKS = {
     "text": ("text",),
     "thinking": ("thinking",),
     "redacted_thinking": (),
     "tool_use": ("id", "name", "input"),
     "tool_result": ("tool_use_id",),
+    **dict.fromkeys(_OF_SERVERS, ()),
 }
 """Type of a block -> the fields that it needs."""
 _OF_ROLES = {
     "system": ("text",),
     "user": ("text", "tool_result"),
-    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use", *_OF_SERVERS),
 }
 """Role of a message -> the blocks that it may have."""
 _CLEARING = ("clear_thinking_", "clear_tool_uses_")
@@ -101,9 +122,11 @@ async def count_tokens(app: App, exchange: HTTPExchange) -> None:
     """POST /v1/messages/count_tokens"""
     async with counted_body(app, exchange, CountTokensBody) as body:
         _refuse(body)
-        chat, places = chat_body(body, app.template_variables)
+        tools = offered(body.tools, ignore_unknown=app.options.unknown_fields == "ignore")
+        note_ignored(exchange, tools.ignored)
+        chat, places = chat_body(body, app.template_variables, tools)
         check_takes_tools(chat.tools, app.tool_format)
-        with renaming(_NAMES, places):
+        with renaming(_NAMES, places, tools.places):
             prompt = await app.encode_chat(chat, "", exchange.num_bytes_in, counting=True)
     found: dict[str, Any] = {"input_tokens": len(prompt.token_ids)}
     if body.context_management is not None:
@@ -115,8 +138,10 @@ async def _prepare(
     app: App, exchange: HTTPExchange, body: MessagesBody, reservation: Reservation
 ) -> tuple[Generation, MessageWriter]:
     _refuse(body)
-    chat, places = chat_body(body, app.template_variables)
-    with renaming(_NAMES, places):
+    tools = offered(body.tools, ignore_unknown=app.options.unknown_fields == "ignore")
+    note_ignored(exchange, tools.ignored)
+    chat, places = chat_body(body, app.template_variables, tools)
+    with renaming(_NAMES, places, tools.places):
         refuse_unsupported(chat)
         generation, _ = await chat_generation(app, exchange, chat, reservation)
     model = body.model or app.model_names[0]
@@ -139,9 +164,11 @@ def _refuse(body: CountTokensBody) -> None:
 # The chat ------------------------------------------------------------------------------
 
 
-def chat_body(body: CountTokensBody, variables: Collection[str]) -> tuple[ChatBody, list[str]]:
+def chat_body(
+    body: CountTokensBody, variables: Collection[str], tools: OfferedTools | None = None
+) -> tuple[ChatBody, list[str]]:
     """(the chat that a body asks for, where each of its messages comes from). `variables` are those
-    that the chat template reads. Raises `APIError`."""
+    that the chat template reads; `tools` are those of the body. Raises `APIError`."""
     if not 1 <= len(body.messages) <= MAX_MESSAGES:
         raise invalid("messages", f"`messages` must have 1 to {MAX_MESSAGES} messages")
     found: list[Message] = []
@@ -164,7 +191,7 @@ def chat_body(body: CountTokensBody, variables: Collection[str]) -> tuple[ChatBo
     chat = ChatBody(
         model=body.model,
         messages=found,
-        tools=[_tool(tool) for tool in body.tools or ()] or None,
+        tools=(tools and tools.tools) or None,
         tool_choice=_choice(choice),
         parallel_tool_calls=False if choice.disable_parallel_tool_use else None,
         response_format=_format(config.format),
@@ -207,8 +234,8 @@ def _messages_of(message: InputMessage, at: str, *, is_new: bool) -> list[Messag
             texts.append(block.text or "")
         elif block.type == "thinking":
             reasoning.append(block.thinking or "")
-        elif block.type == "redacted_thinking":
-            continue  # only the server that wrote it can read it
+        elif block.type == "redacted_thinking" or block.type in _OF_SERVERS:
+            continue  # only the server that wrote it can read it, or ran its tool
         elif block.type == "tool_use":
             function = FunctionCall(name=block.name or "", arguments=block.input or {})
             calls.append(ToolCall(function=function, id=block.id))
@@ -216,6 +243,8 @@ def _messages_of(message: InputMessage, at: str, *, is_new: bool) -> list[Messag
             if texts:
                 found.append(Message(role=role, content="".join(texts)))
                 texts = []
+            if isinstance(block.content, dict):
+                raise invalid(f"{here}.content", "`content` must be a text or a list of blocks")
             result = _text(block.content or "", f"{here}.content", is_new=False)
             found.append(Message(role="tool", content=result, tool_call_id=block.tool_use_id))
     if role == "assistant":
@@ -305,11 +334,28 @@ def _format(format: OutputFormat | None) -> ResponseFormat | None:
     return ResponseFormat(type="json_schema", json_schema=JSONSchema(schema=format.schema))
 
 
-def _tool(tool: ClientTool) -> Tool:
-    function = Function(
-        name=tool.name,
-        description=tool.description,
-        parameters=tool.input_schema,
-        strict=tool.strict,
-    )
-    return Tool(type="function", function=function)
+def offered(tools: Sequence[dict[str, Any]] | None, *, ignore_unknown: bool) -> OfferedTools:
+    """The functions of `tools`. `ignore_unknown` is that of `decode`. Raises `APIError`."""
+    found = OfferedTools()
+    for number, tool in enumerate(tools or ()):
+        kind, at = tool.get("type"), f"tools[{number}]"
+        if isinstance(kind, str) and _HOSTED.fullmatch(kind):
+            found.ignored.append(at)
+            continue
+        if kind not in (None, "custom"):
+            message = (
+                f"a tool of type {str(kind)!r} is not supported: define it as a tool with an "
+                "`input_schema`, without `type`"
+            )
+            raise unsupported(f"{at}.type", message)
+        one, ignored = convert(ClientTool, tool, at, ignore_unknown=ignore_unknown)
+        found.ignored += ignored
+        function = Function(
+            name=one.name,
+            description=one.description,
+            parameters=one.input_schema,
+            strict=one.strict,
+        )
+        found.tools.append(Tool(type="function", function=function))
+        found.places.append(at)
+    return found
