@@ -1,5 +1,6 @@
 """HTTP/1.1 as h11 parses it, with what RFC 9112 asks for besides: empty lines before a request,
-targets in absolute form, and the end of a connection whose framing is in doubt."""
+targets in absolute form, other versions refused, and the end of a connection whose framing is in
+doubt."""
 
 from __future__ import annotations
 
@@ -33,6 +34,8 @@ class Parser(h11.Connection):
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._empty_lines = 0
+            if not event.http_version.startswith(b"1."):
+                raise h11.RemoteProtocolError("only HTTP/1 is spoken here")
             if _is_ambiguous(event):
                 self._cstate.process_keep_alive_disabled()
             return in_origin_form(event)
