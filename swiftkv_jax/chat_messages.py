@@ -124,7 +124,7 @@ def _text_of_part(part: Any, number: int, at: int) -> str:
 
 
 def _reasoning(message: Mapping[str, Any], number: int) -> str | None:
-    """What came before the content. Raises `MessageError`."""
+    """Return the reasoning that came before the content. Raises `MessageError`."""
     names = [name for name in ("reasoning", "reasoning_content") if message.get(name)]
     if not names:
         return None

@@ -88,12 +88,13 @@ def render_chat_marked(
 
 
 def marks_generation(template: str) -> bool:
-    """Whether a chat template marks what is generated, by transformers' statement `generation`."""
+    """Return whether a chat template marks what is generated, by transformers' statement
+    `generation`."""
     return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
 
 
 def _guarded(render: Callable[[], Any], deadline_s: float, max_memory: int) -> Any:
-    """What `render` returns. Raises `DataError` for all that goes wrong in it."""
+    """Call `render` and return its value. Raises `DataError` for all that goes wrong in it."""
     try:
         return _limited(render, deadline_s, max_memory)
     except DataError:

@@ -35,12 +35,12 @@ def brought_first_token(tokenizer: Any, text: str) -> str | None:
 
 
 def brings_first_token(tokenizer: Any, text: str) -> bool:
-    """Whether `text` begins with the special token that the tokenizer would put there."""
+    """Return whether `text` begins with the special token that the tokenizer would put there."""
     return brought_first_token(tokenizer, text) is not None
 
 
 def brings_last_token(tokenizer: Any, text: str) -> bool:
-    """Whether `text` ends with the token that ends texts, `eos_token` or the last that the
+    """Return whether `text` ends with the token that ends texts, `eos_token` or the last that the
     tokenizer adds; white space may follow it, as it does where chat templates write it."""
     last = _names(tokenizer, ids_after(tokenizer)[-1:], "eos_token")
     return text.rstrip().endswith(tuple(last))

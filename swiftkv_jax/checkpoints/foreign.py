@@ -26,7 +26,7 @@ def check_no_pointer(file: Path, content: bytes) -> None:
 
 
 def missing(path: Path) -> str:
-    """Why a path that does not exist is no model."""
+    """Say why a path that does not exist is no model."""
     if path.is_absolute():
         return "no such file or directory"
     name, command = str(path), "`hf download NAME --local-dir DIR` gets one"
@@ -37,7 +37,7 @@ def missing(path: Path) -> str:
 
 
 def not_a_directory(path: Path) -> str:
-    """Why a file is no model. Raises `CheckpointError` for a Git LFS pointer."""
+    """Say why a file is no model. Raises `CheckpointError` for a Git LFS pointer."""
     with path.open("rb") as opened:
         begin = opened.read(len(_POINTER))
     check_no_pointer(path, begin)
@@ -49,7 +49,7 @@ def not_a_directory(path: Path) -> str:
 
 
 def without_weights(path: Path) -> str | None:
-    """Why a directory has no weights that are read; None if nothing in it tells."""
+    """Say why a directory has no weights that are read; None if nothing in it tells."""
     names = sorted(file.name for file in path.iterdir())
     if ADAPTER in names:
         return _adapter(path / ADAPTER)

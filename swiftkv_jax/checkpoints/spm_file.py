@@ -22,14 +22,14 @@ _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # pieces.type
 
 @dataclasses.dataclass(frozen=True)
 class ModelFile:
-    """What a tokenizer.model says."""
+    """The contents of a tokenizer.model."""
 
     proto: Any
     """A `ModelProto`."""
 
     @property
     def prefix(self) -> bool:
-        """Whether texts are encoded with a space before them."""
+        """Return whether texts are encoded with a space before them."""
         return self.proto.normalizer_spec.add_dummy_prefix
 
     @property

@@ -104,15 +104,16 @@ def text_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ties_without_head(hf: Mapping[str, Any]) -> bool:
-    """Whether the head of one that `is_wrapped` is the embedding if the files have no head,
+    """Return whether the head of one that `is_wrapped` is the embedding if the files have no head,
     whatever `text_config` says: transformers 5 goes by the field beside it."""
     return hf.get(_TIE) is True
 
 
 def _tied(hf: Mapping[str, Any], text: Mapping[str, Any]) -> Any:
-    """Whether the head is the embedding, where the files have one. transformers 4 goes by the field
-    of `text_config`; 5 by the one beside it, which is true by default, but not where the files have
-    a head of their own. Mistral's have one, and only one of the fields, if any, says so."""
+    """Return whether the head is the embedding, where the files have one. transformers 4 goes by
+    the field of `text_config`; 5 by the one beside it, which is true by default, but not where the
+    files have a head of their own. Mistral's have one, and only one of the fields, if any, says
+    so."""
     stated = [part[_TIE] for part in (text, hf) if part.get(_TIE) is not None]
     if wrong := [value for value in stated if not isinstance(value, bool)]:
         raise ConfigError(f"{_TIE}={shown(wrong[0])} must be true or false")

@@ -135,8 +135,8 @@ _MESH = {"--data-parallel-size": "data", "--tensor-parallel-size": "model"}
 
 
 def advice(table: dict[str, str], flags: list[tuple[str, str | None]]) -> list[str | None]:
-    """What to write in the place of each of the `flags` of a command line, with their values; None
-    for those that `table` lacks."""
+    """Say what to write in the place of each of the `flags` of a command line, with their values;
+    None for those that `table` lacks."""
     given = [(_ALIASES.get(name, name), value) for name, value in flags]
     sizes = {"data": "1", "model": "1"} | {
         _MESH[name]: value or "N" for name, value in given if name in _MESH

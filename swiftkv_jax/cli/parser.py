@@ -73,7 +73,7 @@ class ArgumentParser(argparse.ArgumentParser):
             self.error("; ".join(map(self._describe, unknown, instead)))
 
     def _is_unknown(self, word: str) -> bool:
-        """Whether this is spelled like a flag, and is none, nor the beginning of one."""
+        """Return whether this is spelled like a flag, and is none, nor the beginning of one."""
         name = word.partition("=")[0]
         known = self._option_string_actions
         if not re.match(r"--?[A-Za-z]", word) or " " in word or word in known or name in known:

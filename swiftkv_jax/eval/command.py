@@ -55,7 +55,7 @@ class EvalOptions:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> EvalOptions:
-        """From the arguments of `__main__.parser`. Raises `UsageError`."""
+        """Read the arguments of `__main__.parser`. Raises `UsageError`."""
         sets = task_sets(args)
         return cls(sets, args.swiftkv == "both", args.limit, args.include_path, args.output)
 

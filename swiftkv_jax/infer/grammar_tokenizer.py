@@ -57,8 +57,8 @@ def show_token_names(message: str) -> str:
 
 
 def _is_text(token: dict[str, Any], model: dict[str, Any]) -> bool:
-    """Whether an added token stands for its letters, and llguidance reads them as the tokenizer
-    does: runs of spaces, for example."""
+    """Return whether an added token stands for its letters, and llguidance reads them as the
+    tokenizer does: runs of spaces, for example."""
     name = token["content"]
     if token["special"] or (name.startswith("<") and name.endswith(">")):  # llguidance's own rule
         return False
@@ -91,7 +91,7 @@ def _rename(model: dict[str, Any], names: set[str]) -> None:
 
 
 def _spelling_of_spaces(normalizer: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Of a normalizer, what spells spaces as the vocabulary does."""
+    """Keep, of a normalizer, what spells spaces as the vocabulary does."""
     if normalizer is None or normalizer["type"] == "Sequence":
         inside = map(_spelling_of_spaces, (normalizer or {}).get("normalizers", ()))
         kept = [one for one in inside if one is not None]

@@ -113,7 +113,8 @@ def _prepared(schema: Any, multiples: list[Any]) -> Any:
 
 
 def _is_annotation(keyword: str, value: Any) -> bool:
-    """Whether a keyword asks for nothing that llguidance follows, or for what holds anyway."""
+    """Return whether a keyword asks for nothing that llguidance follows, or for what holds
+    anyway."""
     if keyword == "format":
         return isinstance(value, str) and value not in FORMATS
     return keyword == "propertyNames" and value in ({"type": "string"}, {}, True)
@@ -146,7 +147,7 @@ def _join_patterns(schema: dict[str, Any]) -> None:
 
 
 def _is_of_few(pattern: str) -> bool:
-    """Whether few names fit a pattern."""
+    """Return whether few names fit a pattern."""
     outside = re.sub(r"\([^()]*\)", "", pattern)
     is_anchored = pattern[:1] == "^" and pattern[-1:] == "$" and "|" not in outside
     return is_anchored and not _MANY_NAMES.search(pattern)
@@ -218,7 +219,7 @@ def _is_exact_limit(value: float, is_integer: bool, excludes: bool) -> bool:
 
 
 def _is_read_right(value: float) -> bool:
-    """Whether serde_json, without its feature `float_roundtrip`, reads a number as it is: it
+    """Return whether serde_json, without its feature `float_roundtrip`, reads a number as it is: it
     rounds the digits, and again their product with a power of ten."""
     if isinstance(value, int):
         return float(value) == value
@@ -233,7 +234,7 @@ def _is_read_right(value: float) -> bool:
 
 
 def _check_multiples(values: Sequence[Any]) -> None:
-    """Of one schema; what is no number above 0 is refused when it is compiled."""
+    """Check all values of one schema; what is no number above 0 is refused when it is compiled."""
     numbers = [decimal.Decimal(str(one)) for one in values if type(one) in (int, float) and one > 0]
     if not numbers or not all(number.is_finite() for number in numbers):
         return

@@ -12,8 +12,8 @@ _LEFT_OUT = -1e30  # finite: the difference of two of them is 0, not NaN
 
 
 def describe(kind: Divergence, temperature: float, top_k: int | None = None) -> str:
-    """What `divergence_and_gradient` returns, for people: `4 KL(teacher || student) at temperature
-    2`."""
+    """Describe what `divergence_and_gradient` returns, for people: `4 KL(teacher || student) at
+    temperature 2`."""
     name = {
         "forward": "KL(teacher || student)",
         "reverse": "KL(student || teacher)",

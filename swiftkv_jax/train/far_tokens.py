@@ -37,7 +37,7 @@ KEPT = 64
 
 
 def far_cell(tokens: int, lost: float | None) -> str:
-    """What is lost on `tokens` far tokens on average, for a table: `none` of them, `too few`, or
+    """Format the average loss on `tokens` far tokens for a table: `none` of them, `too few`, or
     nats."""
     if lost is None or not tokens:
         return "none"
@@ -45,7 +45,7 @@ def far_cell(tokens: int, lost: float | None) -> str:
 
 
 def loses_too_much(tokens: int, lost: float | None) -> bool:
-    """Whether a student loses more than `MAX_FAR_LOSS` on enough far tokens to say so."""
+    """Return whether a student loses more than `MAX_FAR_LOSS` on enough far tokens to say so."""
     return lost is not None and tokens >= MIN_FAR_TOKENS and lost > MAX_FAR_LOSS
 
 

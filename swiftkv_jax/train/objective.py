@@ -28,7 +28,7 @@ tokens of the row's last document that are no targets, as in the authors' traine
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """What the loss consists of. The defaults are the authors' (ArcticTraining
+    """The terms of the loss. The defaults are the authors' (ArcticTraining
     `projects/swiftkv/train.py`), `average` excepted; those of a run are `recipe.Recipe`'s."""
 
     temperature: float = 2.0

@@ -170,7 +170,7 @@ class Progress:
         return speed
 
     def _fitting(self, shown: Mapping[str, str]) -> str:
-        """As many of the figures as have room beside the bar, each of them whole."""
+        """Return as many of the figures as have room beside the bar, each of them whole."""
         about = self._bar.format_dict
         columns = min(about["ncols"] or COLUMNS, COLUMNS)
         taken = len(tqdm.format_meter(**{**about, "ncols": None, "postfix": None})) + _GROWS

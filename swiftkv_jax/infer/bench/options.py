@@ -43,7 +43,7 @@ class BenchOptions:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> BenchOptions:
-        """From the arguments of `arguments.add_flags`. Raises `UsageError`."""
+        """Read the arguments of `arguments.add_flags`. Raises `UsageError`."""
         names = {field.name for field in dataclasses.fields(cls)} - {"model", "engine", "variants"}
         model = dataclasses.replace(ModelOptions.from_args(args), swiftkv="auto")
         return cls(

@@ -18,8 +18,8 @@ MAX_MESSAGES = 4096
 
 
 def is_whole(value: float) -> bool:
-    """Whether a number is an integer, as in JSON Schema, whatever its form in JSON. From 2**53 on a
-    float may be another number than the one that was written."""
+    """Return whether a number is an integer, as in JSON Schema, whatever its form in JSON. From
+    2**53 on a float may be another number than the one that was written."""
     return isinstance(value, int) or (value.is_integer() and abs(value) < 2**53)
 
 

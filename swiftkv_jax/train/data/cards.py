@@ -22,7 +22,7 @@ _CARD, _LINE = "README.md", "---"
 
 
 def is_on_the_hub(folder: Path) -> bool:
-    """Whether the folder has a card with metadata."""
+    """Return whether the folder has a card with metadata."""
     card = folder / _CARD
     return card.is_file() and card.read_bytes().startswith(_LINE.encode())
 

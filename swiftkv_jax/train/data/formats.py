@@ -53,17 +53,17 @@ def read_text(file: Path) -> Documents:
 
 
 def is_text(file: Path) -> bool:
-    """Whether a file of this name is read as one text."""
+    """Return whether a file of this name is read as one text."""
     return file.name.lower().endswith(_TEXT_SUFFIXES)
 
 
 def is_unread_data(file: Path) -> bool:
-    """Whether a file of this name holds data in a format that is not read."""
+    """Return whether a file of this name holds data in a format that is not read."""
     return file.name.lower().endswith(_UNREAD_SUFFIXES) and reader_for(file) is None
 
 
 def is_json(file: Path) -> bool:
-    """Whether a file of this name is JSON as a whole: rows, or settings of a program."""
+    """Return whether a file of this name is JSON as a whole: rows, or settings of a program."""
     return file.name.lower().endswith(_JSON_SUFFIXES)
 
 

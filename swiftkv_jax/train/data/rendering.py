@@ -142,8 +142,8 @@ class Renderer:
         return found
 
     def _end(self, text: str, start: int) -> int:
-        """Where the answer that begins at `start` ends: white space behind the special token that
-        ends it is never generated."""
+        """Find where the answer that begins at `start` ends: white space behind the special token
+        that ends it is never generated."""
         kept = text[start:].rstrip()
         return start + len(kept) if kept.endswith(self._ends) else len(text)
 

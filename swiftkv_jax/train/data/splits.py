@@ -76,7 +76,7 @@ def _place(files: Sequence[Path]) -> str:
 
 
 def _is_named(name: str, split: str, is_folder: bool) -> bool:
-    """Whether a folder of the path `name`, or its file, names the split."""
+    """Return whether a folder of the path `name`, or its file, names the split."""
     *folders, file = name.split("/")
     return any(_has_word(part, split) for part in (folders if is_folder else [file]))
 

@@ -81,7 +81,7 @@ def _batches(items: Iterable[Rendered | Unreadable]) -> Iterator[list[Rendered |
 
 
 def _gets_special_tokens(item: Rendered, tokenizer: Any) -> bool:
-    """Whether the tokenizer adds its own to a text."""
+    """Return whether the tokenizer adds its own to a text."""
     return not item.is_chat and not brings_first_token(tokenizer, item.text)
 
 

@@ -91,8 +91,8 @@ class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ContextChange(msgspec.Struct, kw_only=True):
-    """What a server is to leave out of long conversations. Its further fields say when, and how
-    much."""
+    """A change to long conversations, which leaves something out. Its further fields say when, and
+    how much."""
 
     type: str
 

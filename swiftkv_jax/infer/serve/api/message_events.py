@@ -48,7 +48,7 @@ def error_body(error: APIError, request_id: str) -> dict[str, Any]:
 
 
 def _too_long(error: PromptTooLong) -> str:
-    """What Anthropic says of it. Claude Code reads the numbers: after the second text it asks for
+    """Anthropic's words for it. Claude Code reads the numbers: after the second text it asks for
     fewer tokens, after the first it shortens the conversation."""
     prompt, new, limit = error.prompt_tokens, error.new_tokens, error.limit
     if not new or prompt > limit:

@@ -208,7 +208,7 @@ def chat_body(
 
 
 def _calls(message: InputMessage) -> bool:
-    """Whether a message calls tools."""
+    """Return whether a message calls tools."""
     content = message.content
     return not isinstance(content, str) and any(block.type == "tool_use" for block in content)
 

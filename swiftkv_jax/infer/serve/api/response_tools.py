@@ -33,7 +33,7 @@ _JOIN = "__"
 
 @dataclasses.dataclass
 class OfferedTools:
-    """What the model may call of the tools of a body."""
+    """The tools of a body that the model may call."""
 
     tools: list[Tool] = dataclasses.field(default_factory=list)
     places: list[str] = dataclasses.field(default_factory=list)

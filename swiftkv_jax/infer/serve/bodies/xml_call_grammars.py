@@ -91,7 +91,7 @@ def _value(rule: str, begin: str, schema: Mapping[str, Any], root: Mapping[str, 
 
 
 def _text_schema(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a schema says of a text."""
+    """The constraints of a schema on a text."""
     for keyword in ("anyOf", "oneOf"):
         for option in schema.get(keyword) or ():
             found = resolved(option, root)
@@ -127,7 +127,7 @@ def _text(schema: Mapping[str, Any]) -> str:
 
 
 def _has_alternatives(pattern: str) -> bool:
-    """Whether a `|` stands outside of all groups."""
+    """Return whether a `|` stands outside of all groups."""
     rest, inner = "", re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "", pattern, flags=re.DOTALL)
     while rest != inner:
         rest, inner = inner, re.sub(r"\([^()]*\)", "", inner)

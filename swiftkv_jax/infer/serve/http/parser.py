@@ -25,7 +25,7 @@ class Parser(h11.Connection):
         """Since the last request."""
 
     def next_event(self) -> Any:
-        """What the buffer holds next: `h11.Connection.next_event`."""
+        """Return the next event in the buffer: `h11.Connection.next_event`."""
         if self.their_state in (h11.MUST_CLOSE, h11.CLOSED):  # nothing is a request any more
             self._receive_buffer.maybe_extract_at_most(len(self._receive_buffer))
             return h11.NEED_DATA
@@ -53,8 +53,8 @@ class Parser(h11.Connection):
 
 
 def _is_ambiguous(request: h11.Request) -> bool:
-    """Whether a proxy may have read another length of the body (RFC 9112, 6.1): the connection ends
-    with the answer, since what follows may not be meant as a request."""
+    """Return whether a proxy may have read another length of the body (RFC 9112, 6.1): the
+    connection ends with the answer, since what follows may not be meant as a request."""
     names = {name for name, _ in request.headers}
     return b"transfer-encoding" in names and (
         b"content-length" in names or request.http_version < b"1.1"

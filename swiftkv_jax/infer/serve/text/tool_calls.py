@@ -45,7 +45,7 @@ AnswerPart = str | ToolCallDelta
 
 
 class CallParser(Protocol):
-    """What reads the calls of one answer."""
+    """The interface of what reads the calls of one answer."""
 
     num_calls: int
     is_complete: bool

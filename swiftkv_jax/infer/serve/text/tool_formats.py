@@ -35,7 +35,7 @@ _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 
 @dataclasses.dataclass(frozen=True)
 class ToolFormat:
-    """How one model calls tools."""
+    """The way in which one model calls tools."""
 
     name: str
     """One of `FORMATS`, or `UNPARSED`."""

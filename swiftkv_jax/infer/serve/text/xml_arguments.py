@@ -13,7 +13,7 @@ _NOTHING: Mapping[str, Any] = {}
 
 
 def argument_schema(schema: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """What the schema of all arguments says of one of them."""
+    """Return the schema of one argument from that of all."""
     properties = resolved(schema, schema).get("properties")
     found = properties.get(name) if isinstance(properties, Mapping) else None
     return resolved(found, schema)

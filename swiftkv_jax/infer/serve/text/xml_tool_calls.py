@@ -163,7 +163,7 @@ class XMLToolCallParser:
         return certain
 
     def _read_parameters(self) -> bool:
-        """What stands between the arguments: nothing that matters."""
+        """Skip what stands between the arguments: nothing that matters."""
         text = self._text
         ends = [at for mark in (FUNCTION_END, CLOSE) if (at := text.find(mark)) >= 0]
         begin = text.find(PARAMETER)
@@ -216,7 +216,7 @@ class XMLToolCallParser:
         return False
 
     def _find_end(self, text: str) -> re.Match[str] | None:
-        """Where the argument ends that is read."""
+        """Find the end of the argument that is read."""
         for found in _END.finditer(text):
             name = found[1]
             if name is None or (name not in self._given and self._is_declared(name)):
