@@ -12,8 +12,8 @@ import msgspec
 from ..errors import APIError, PromptTooLong
 from ..http.exchange import HTTPExchange, named_event
 from ..service.generation import Choice, Generation, TextDelta
+from ..text.call_parser import ToolCallDelta
 from ..text.reasoning import ReasoningDelta
-from ..text.tool_calls import ToolCallDelta
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERROR_TYPES = {

@@ -9,8 +9,8 @@ from typing import Any
 from ..errors import APIError, PromptTooLong
 from ..http.exchange import named_event
 from ..service.generation import Choice, Generation, TextDelta
+from ..text.call_parser import ToolCallDelta
 from ..text.reasoning import ReasoningDelta
-from ..text.tool_calls import ToolCallDelta
 
 _TEXT_EVENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "message": ("response.output_text", {"logprobs": []}),

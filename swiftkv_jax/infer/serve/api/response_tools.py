@@ -19,7 +19,7 @@ from ..protocol import (
     Tool,
     ToolChoice,
 )
-from ..text.tool_calls import MAX_NAME
+from ..text.call_parser import MAX_NAME
 from .response_bodies import AllowedChoice, FunctionChoice, FunctionTool, NamespaceTool
 
 _HOSTED = re.compile(

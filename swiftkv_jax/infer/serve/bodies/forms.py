@@ -11,7 +11,8 @@ from ...json_schema import checked_schema, read_schema
 from ...structured_outputs import StructuredOutputs, json_grammar
 from ..errors import APIError, invalid, unsupported
 from ..protocol import AllowedToolsChoice, ChatBody, NamedToolChoice, Sampling, Tool
-from ..text.tool_calls import CallParser, ToolCallParser
+from ..text.call_parser import CallParser
+from ..text.tool_calls import ToolCallParser
 from ..text.tool_formats import UNPARSED, ToolFormat
 from ..text.xml_tool_calls import XMLToolCallParser
 from .call_grammars import calls_grammar

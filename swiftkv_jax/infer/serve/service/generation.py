@@ -17,9 +17,9 @@ from ...engine.requests import NOT_FINITE, Logprob, Request, RequestOutput, Scor
 from ...engine.sampling_params import SamplingParams
 from ...text import TextStream, text_decoder
 from ..errors import APIError, invalid, of_usage
+from ..text.call_parser import AnswerPart, CallParser, ToolCallDelta
 from ..text.prompts import Prompt
 from ..text.reasoning import END, ReasoningDelta, ReasoningParser, tokens_through
-from ..text.tool_calls import AnswerPart, CallParser, ToolCallDelta
 from .admission import QUANTUM, Reservation
 from .engine_thread import Ended
 

@@ -10,69 +10,27 @@ around each call (Hermes, Qwen). What looks like a call and is none is content.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import secrets
 from collections.abc import Collection
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from .call_parser import MAX_GAP, MAX_HEAD, MAX_NAME, SPACE, AnswerPart, CallParser
 from .tool_formats import FORMATS
 
-MAX_NAME = 64
 _ARGUMENTS = "parameters", "arguments"
 _BUFFERED = "type", "id", *_ARGUMENTS
 """Keys with which a call may begin that is read to its end first."""
-MAX_GAP = 1024
-"""Characters between calls that are held back until it is known what follows."""
-MAX_HEAD = 512
-"""Characters of a call before its arguments."""
-SPACE = " \t\r\n"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ToolCallDelta:
-    """A part of a call: first its name and id, then more of its arguments."""
-
-    index: int
-    name: str | None = None
-    id: str | None = None
-    arguments: str = ""
-    """Of a JSON object, as the model wrote it."""
-
-
-AnswerPart = str | ToolCallDelta
-"""Content, or a part of a call."""
-
-
-class CallParser(Protocol):
-    """The interface of what reads the calls of one answer."""
-
-    num_calls: int
-    is_complete: bool
-
-    def push(self, text: str) -> list[AnswerPart]: ...
-
-    def finish(self, *, is_cut: bool) -> list[AnswerPart]: ...
-
-    @property
-    def is_within_call(self) -> bool: ...
-
-
-class ToolCallParser:
+class ToolCallParser(CallParser):
     """Reads one answer."""
 
     def __init__(
         self, names: Collection[str], format: str, *, single: bool = False, forced: bool = False
     ):
-        """`names` are the declared ones. With `single` the answer ends with its first call. With
-        `forced` a grammar lets the model write nothing but calls."""
-        self._names, self._markers, self._single = names, FORMATS[format], single
-        self._forced = forced
-        self._text = ""
-        """What is not certain yet."""
-        self._state = self._read_text
-        self._follows_call = False
-        """Nothing but separators has come since a call."""
+        """`names` are the declared ones, `format` one of `FORMATS`."""
+        super().__init__(single=single, forced=forced)
+        self._names, self._markers = names, FORMATS[format]
         self._value = _JSONValue()
         self._brace = self._value_start = 0
         """Where the object of `_read_object` begins in `_text`, and how far it has been read."""
@@ -80,21 +38,6 @@ class ToolCallParser:
         """Braces of the content that are open."""
         self._in_list = False
         """A bracket stood before the calls."""
-        self._gap_is_content = False
-        self._parts: list[AnswerPart] = []
-        self.num_calls = 0
-        self.is_complete = False
-        """The answer ends here, whatever follows."""
-
-    def push(self, text: str) -> list[AnswerPart]:
-        """Add text. Returns what has become certain, in its order."""
-        self._text += text
-        while not self.is_complete and self._state():
-            pass
-        if self.is_complete:
-            self._text = ""
-        parts, self._parts = self._parts, []
-        return parts
 
     def finish(self, *, is_cut: bool = False) -> list[AnswerPart]:
         """The end of the text: what was held back is content, or a call that was cut short where
@@ -151,8 +94,7 @@ class ToolCallParser:
         """The arguments of a call, as they come."""
         end = self._value.end(self._text)
         arguments, self._text = self._text[:end], self._text[end:]
-        if arguments:
-            self._parts.append(ToolCallDelta(self.num_calls - 1, arguments=arguments))
+        self._add_arguments(arguments)
         if not self._value.is_whole:
             return False
         self._state = self._read_close
@@ -192,7 +134,7 @@ class ToolCallParser:
             return True
         name, arguments = call
         self._begin(name, written[: self._brace])
-        self._parts.append(ToolCallDelta(self.num_calls - 1, arguments=arguments))
+        self._add_arguments(arguments)
         self._end_call()
         return True
 
@@ -215,9 +157,7 @@ class ToolCallParser:
     def _begin(self, name: str, gap: str) -> None:
         """A call, after a gap that is no content."""
         self._in_list |= "[" in gap
-        call_id = f"call_{secrets.token_hex(12)}"
-        self._parts.append(ToolCallDelta(self.num_calls, name, call_id))
-        self.num_calls += 1
+        self._begin_call(name)
 
     def _end_call(self) -> None:
         self._follows_call, self._state = True, self._read_text

@@ -20,11 +20,10 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from .tool_calls import MAX_GAP, MAX_HEAD, MAX_NAME, SPACE, AnswerPart, ToolCallDelta
+from .call_parser import MAX_GAP, MAX_HEAD, MAX_NAME, SPACE, AnswerPart, CallParser
 from .xml_arguments import argument_json, argument_schema, resolved, types_of
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -57,7 +56,7 @@ _BEGUN_END = re.compile(
 _IN_STRING = re.compile(r'(?:[^"\\\n]|\\[^\n])*')
 
 
-class XMLToolCallParser:
+class XMLToolCallParser(CallParser):
     """Reads one answer."""
 
     def __init__(
@@ -67,13 +66,9 @@ class XMLToolCallParser:
         single: bool = False,
         forced: bool = False,
     ):
-        """`schemas` has the declared functions with the schemas of their arguments; the others are
-        those of `ToolCallParser`."""
-        self._schemas, self._single, self._forced = schemas, single, forced
-        self._text = ""
-        """What is not certain yet."""
-        self._state = self._read_text
-        self._follows_call = self._gap_is_content = False
+        """`schemas` has the declared functions with the schemas of their arguments."""
+        super().__init__(single=single, forced=forced)
+        self._schemas = schemas
         self._schema: Mapping[str, Any] = {}
         """Of the call's arguments."""
         self._argument: Mapping[str, Any] = {}
@@ -86,20 +81,6 @@ class XMLToolCallParser:
         """Names of the call's arguments so far."""
         self._is_repeated = self._is_json = False
         """The argument that is read has come before, and is left out; it is an object or a list."""
-        self._parts: list[AnswerPart] = []
-        self.num_calls = 0
-        self.is_complete = False
-        """The answer ends here, whatever follows."""
-
-    def push(self, text: str) -> list[AnswerPart]:
-        """Add text. Returns what has become certain, in its order."""
-        self._text += text
-        while not self.is_complete and self._state():
-            pass
-        if self.is_complete:
-            self._text = ""
-        parts, self._parts = self._parts, []
-        return parts
 
     def finish(self, *, is_cut: bool) -> list[AnswerPart]:
         """The end of the text. A call that the model did not end ends here, unless the answer
@@ -113,8 +94,7 @@ class XMLToolCallParser:
             blank = self._follows_call and not self._text.strip(SPACE)
             self._emit("" if blank else self._text)
         self._text = ""
-        parts, self._parts = self._parts, []
-        return parts
+        return self._take_parts()
 
     @property
     def is_within_call(self) -> bool:
@@ -145,10 +125,8 @@ class XMLToolCallParser:
         self._emit(before[: self._certain(before)])
         self._text, self._gap_is_content = self._text[end:], False
         self._schema, self._is_first, self._given = self._schemas[name], True, set()
-        call_id = f"call_{secrets.token_hex(12)}"
-        self._parts.append(ToolCallDelta(self.num_calls, name, call_id))
-        self.num_calls += 1
-        self._write("{")
+        self._begin_call(name)
+        self._add_arguments("{")
         self._state = self._read_parameters
         return True
 
@@ -191,7 +169,7 @@ class XMLToolCallParser:
             return True
         self._given.add(name)
         separator, quote = "" if self._is_first else ", ", '"' if self._is_streamed else ""
-        self._write(f"{separator}{json.dumps(name, ensure_ascii=False)}: {quote}")
+        self._add_arguments(f"{separator}{json.dumps(name, ensure_ascii=False)}: {quote}")
         self._is_first = False
         return True
 
@@ -260,10 +238,6 @@ class XMLToolCallParser:
             self._parts.append(content)
             self._follows_call = False
 
-    def _write(self, arguments: str) -> None:
-        if arguments:
-            self._parts.append(ToolCallDelta(self.num_calls - 1, arguments=arguments))
-
     def _add(self, text: str) -> None:
         """More of an argument."""
         if not text or self._is_repeated:
@@ -271,7 +245,7 @@ class XMLToolCallParser:
         if self._is_blank:
             text, self._is_blank = text.removeprefix("\n"), False
         if self._is_streamed:
-            self._write(json.dumps(text, ensure_ascii=False)[1:-1])
+            self._add_arguments(json.dumps(text, ensure_ascii=False)[1:-1])
         else:
             self._value.append(text)
 
@@ -280,13 +254,13 @@ class XMLToolCallParser:
         if self._is_repeated:
             return
         if self._is_streamed:
-            self._write('"')
+            self._add_arguments('"')
             return
         value, self._value = "".join(self._value), []
-        self._write(argument_json(value, self._argument, self._schema))
+        self._add_arguments(argument_json(value, self._argument, self._schema))
 
     def _end_call(self) -> None:
-        self._write("}")
+        self._add_arguments("}")
         self._follows_call, self._state = True, self._read_close
         self.is_complete = self._single
 
