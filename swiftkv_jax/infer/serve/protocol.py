@@ -165,8 +165,12 @@ class CompletionBody(Sampling, kw_only=True):
         )
 
 
+ToolName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,64}(?!\n)$")]
+"""Name of a function or a namespace."""
+
+
 class Function(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,64}(?!\n)$")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
-from ..protocol import Body
+from ..protocol import Body, ToolName
 
 
 class Block(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -54,7 +54,7 @@ class InputMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class ClientTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A function that the client runs."""
 
-    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,64}(?!\n)$")]
+    name: ToolName
     input_schema: dict[str, Any]
     type: Literal["custom"] | None = None
     description: str | None = None

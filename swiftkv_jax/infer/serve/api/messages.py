@@ -22,14 +22,12 @@ from ..protocol import (
     MAX_MESSAGES,
     ChatBody,
     Effort,
-    Function,
     FunctionCall,
     FunctionName,
     JSONSchema,
     Message,
     NamedToolChoice,
     ResponseFormat,
-    Tool,
     ToolCall,
 )
 from ..service.admission import Reservation
@@ -48,7 +46,7 @@ from .message_bodies import (
     ToolChoice,
 )
 from .message_events import NO_THREADS, MessageWriter
-from .response_tools import OfferedTools
+from .offered_tools import OfferedTools
 from .run import counted_body, note_ignored, run
 
 _OF_SERVERS = (
@@ -121,10 +119,7 @@ async def messages(app: App, exchange: HTTPExchange) -> None:
 async def count_tokens(app: App, exchange: HTTPExchange) -> None:
     """POST /v1/messages/count_tokens"""
     async with counted_body(app, exchange, CountTokensBody) as body:
-        _refuse(body)
-        tools = offered(body.tools, ignore_unknown=app.options.unknown_fields == "ignore")
-        note_ignored(exchange, tools.ignored)
-        chat, places = chat_body(body, app.template_variables, tools)
+        chat, places, tools = _chat(app, exchange, body)
         check_takes_tools(chat.tools, app.tool_format)
         with renaming(_NAMES, places, tools.places):
             prompt = await app.encode_chat(chat, "", exchange.num_bytes_in, counting=True)
@@ -137,16 +132,25 @@ async def count_tokens(app: App, exchange: HTTPExchange) -> None:
 async def _prepare(
     app: App, exchange: HTTPExchange, body: MessagesBody, reservation: Reservation
 ) -> tuple[Generation, MessageWriter]:
-    _refuse(body)
-    tools = offered(body.tools, ignore_unknown=app.options.unknown_fields == "ignore")
-    note_ignored(exchange, tools.ignored)
-    chat, places = chat_body(body, app.template_variables, tools)
+    chat, places, tools = _chat(app, exchange, body)
     with renaming(_NAMES, places, tools.places):
         refuse_unsupported(chat)
         generation, _ = await chat_generation(app, exchange, chat, reservation)
     model = body.model or app.model_names[0]
     manages = body.context_management is not None
     return generation, MessageWriter(exchange.request_id, model, manages_context=manages)
+
+
+def _chat(
+    app: App, exchange: HTTPExchange, body: CountTokensBody
+) -> tuple[ChatBody, list[str], OfferedTools]:
+    """(the chat that a body asks for, where each of its messages comes from, its tools). Raises
+    `APIError`."""
+    _refuse(body)
+    tools = offered(body.tools, ignore_unknown=app.options.unknown_fields == "ignore")
+    note_ignored(exchange, tools.ignored)
+    chat, places = chat_body(body, app.template_variables, tools)
+    return chat, places, tools
 
 
 def _refuse(body: CountTokensBody) -> None:
@@ -350,12 +354,5 @@ def offered(tools: Sequence[dict[str, Any]] | None, *, ignore_unknown: bool) -> 
             raise unsupported(f"{at}.type", message)
         one, ignored = convert(ClientTool, tool, at, ignore_unknown=ignore_unknown)
         found.ignored += ignored
-        function = Function(
-            name=one.name,
-            description=one.description,
-            parameters=one.input_schema,
-            strict=one.strict,
-        )
-        found.tools.append(Tool(type="function", function=function))
-        found.places.append(at)
+        found.add(at, one.name, one.description, one.input_schema, one.strict)
     return found

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
-from ..protocol import Body, ContentPart, Effort, Function
-
-NAME = r"^[A-Za-z0-9_-]{1,64}(?!\n)$"
+from ..protocol import Body, ContentPart, Effort, Function, ToolName
 
 
 class InputItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -70,7 +68,7 @@ class NamespaceTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A group of functions. A call says of which group its function is."""
 
     type: Literal["namespace"]
-    name: Annotated[str, msgspec.Meta(pattern=NAME)]
+    name: ToolName
     description: str | None = None
     tools: list[dict[str, Any]]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import re
 from collections.abc import Sequence
@@ -13,13 +12,12 @@ from ..errors import invalid, unsupported
 from ..protocol import (
     AllowedTools,
     AllowedToolsChoice,
-    Function,
     FunctionName,
     NamedToolChoice,
-    Tool,
     ToolChoice,
 )
 from ..text.call_parser import MAX_NAME
+from .offered_tools import OfferedTools
 from .response_bodies import AllowedChoice, FunctionChoice, FunctionTool, NamespaceTool
 
 _HOSTED = re.compile(
@@ -31,47 +29,38 @@ and the model is not offered them."""
 _JOIN = "__"
 
 
-@dataclasses.dataclass
-class OfferedTools:
-    """The tools of a body that the model may call."""
+def chat_choice(choice: Any, tools: OfferedTools) -> ToolChoice | None:
+    """A body's `tool_choice` as that of a chat with `tools`. Raises `APIError`."""
+    if isinstance(choice, FunctionChoice):
+        return _named(choice, tools)
+    if not isinstance(choice, AllowedChoice):
+        return choice
+    allowed = []
+    for number, tool in enumerate(choice.tools):
+        kind, at = tool.get("type"), f"tool_choice.tools[{number}]"
+        if isinstance(kind, str) and _HOSTED.fullmatch(kind):
+            continue
+        if kind != "function":
+            message = f"`tool_choice`: a tool of type {str(kind)!r} is not supported"
+            raise unsupported(f"{at}.type", message)
+        one, _ = convert(FunctionChoice, tool, at, ignore_unknown=False)
+        allowed.append(_named(one, tools))
+    return AllowedToolsChoice(allowed_tools=AllowedTools(mode=choice.mode, tools=allowed))
 
-    tools: list[Tool] = dataclasses.field(default_factory=list)
-    places: list[str] = dataclasses.field(default_factory=list)
-    """Path of each of them in the body."""
-    namespaced: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
-    """Name that the model has for a function -> (namespace, name)."""
-    ignored: list[str] = dataclasses.field(default_factory=list)
-    """Paths of what has no effect."""
 
-    def choice(self, choice: Any) -> ToolChoice | None:
-        """A body's `tool_choice` as that of a chat. Raises `APIError`."""
-        if isinstance(choice, FunctionChoice):
-            return self._named(choice)
-        if not isinstance(choice, AllowedChoice):
-            return choice
-        allowed = []
-        for number, tool in enumerate(choice.tools):
-            kind, at = tool.get("type"), f"tool_choice.tools[{number}]"
-            if isinstance(kind, str) and _HOSTED.fullmatch(kind):
-                continue
-            if kind != "function":
-                message = f"`tool_choice`: a tool of type {str(kind)!r} is not supported"
-                raise unsupported(f"{at}.type", message)
-            allowed.append(self._named(convert(FunctionChoice, tool, at, ignore_unknown=False)[0]))
-        return AllowedToolsChoice(allowed_tools=AllowedTools(mode=choice.mode, tools=allowed))
+def _named(choice: FunctionChoice, tools: OfferedTools) -> NamedToolChoice:
+    return NamedToolChoice(function=FunctionName(name=_name_of(choice, tools)))
 
-    def _named(self, choice: FunctionChoice) -> NamedToolChoice:
-        return NamedToolChoice(function=FunctionName(name=self._name_of(choice)))
 
-    def _name_of(self, choice: FunctionChoice) -> str:
-        """The name that the model has for a function. Without a `namespace` it is one that has
-        none, or else the only one of this name."""
-        if choice.namespace is not None:
-            return shown_name(choice.namespace, choice.name)
-        if any(tool.function.name == choice.name for tool in self.tools):
-            return choice.name
-        found = [shown for shown, (_, name) in self.namespaced.items() if name == choice.name]
-        return found[0] if len(found) == 1 else choice.name
+def _name_of(choice: FunctionChoice, tools: OfferedTools) -> str:
+    """The name that the model has for a function. Without a `namespace` it is one that has none, or
+    else the only one of this name."""
+    if choice.namespace is not None:
+        return shown_name(choice.namespace, choice.name)
+    if any(tool.function.name == choice.name for tool in tools.tools):
+        return choice.name
+    found = [shown for shown, (_, name) in tools.namespaced.items() if name == choice.name]
+    return found[0] if len(found) == 1 else choice.name
 
 
 def offered(tools: Sequence[dict[str, Any]] | None, *, ignore_unknown: bool) -> OfferedTools:
@@ -116,11 +105,7 @@ def _add(
         if group.description and group.tools[0] is tool:  # once: it may be long
             description = "\n\n".join(filter(None, (group.description, description)))
         found.namespaced.setdefault(name, (group.name, one.name))
-    function = Function(
-        name=name, description=description, parameters=one.parameters, strict=one.strict
-    )
-    found.tools.append(Tool(type="function", function=function))
-    found.places.append(at)
+    found.add(at, name, description, one.parameters, one.strict)
 
 
 def shown_name(namespace: str | None, name: str) -> str:

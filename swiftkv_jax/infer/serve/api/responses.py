@@ -28,6 +28,7 @@ from ..service.admission import Reservation
 from ..service.generation import Generation
 from .event_stream import answer_in_events
 from .generate import chat_generation
+from .offered_tools import OfferedTools
 from .response_bodies import (
     InputItem,
     ReasoningOptions,
@@ -35,7 +36,7 @@ from .response_bodies import (
     TextOptions,
 )
 from .response_events import ResponseWriter
-from .response_tools import OfferedTools, offered, shown_name
+from .response_tools import chat_choice, offered, shown_name
 from .run import note_ignored, run
 
 _OF_ITEMS = {
@@ -173,7 +174,7 @@ def chat_body(body: ResponsesBody, tools: OfferedTools | None = None) -> tuple[C
         top_p=body.top_p,
         response_format=_format(body.text),
         tools=tools.tools or None,
-        tool_choice=tools.choice(body.tool_choice),
+        tool_choice=chat_choice(body.tool_choice, tools),
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         metadata=body.metadata,
