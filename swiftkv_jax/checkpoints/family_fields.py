@@ -200,20 +200,20 @@ def read_phi3(hf: Fields) -> dict[str, Any]:
 
 def write_phi3(config: Config) -> dict[str, Any]:
     (rope,) = config.ropes
-    longrope = rope.scaling is not None and rope.scaling.rope_type == "longrope"
-    original = config.max_position_embeddings
-    if longrope and rope.scaling is not None:
-        original = rope.scaling.original_max_position_embeddings
-    fields = write_window(config) | {"original_max_position_embeddings": original}
-    if longrope and rope.scaling is not None:
-        default = longrope_attention(config.max_position_embeddings, original)
-        if math.isclose(rope.scaling.attention_factor, default, rel_tol=1e-9):
-            # transformers 4 reads these three fields and refuses others beside them.
-            fields["rope_scaling"] = {
-                "type": "longrope",
-                "short_factor": list(rope.scaling.short_factor),
-                "long_factor": list(rope.scaling.long_factor),
-            }
+    scaling, longest = rope.scaling, config.max_position_embeddings
+    fields = write_window(config) | {"original_max_position_embeddings": longest}
+    if scaling is None or scaling.rope_type != "longrope":
+        return fields
+    original = scaling.original_max_position_embeddings
+    fields["original_max_position_embeddings"] = original
+    default = longrope_attention(longest, original)
+    if math.isclose(scaling.attention_factor, default, rel_tol=1e-9):
+        # transformers 4 reads these three fields and refuses others beside them.
+        fields["rope_scaling"] = {
+            "type": "longrope",
+            "short_factor": list(scaling.short_factor),
+            "long_factor": list(scaling.long_factor),
+        }
     return fields
 
 

@@ -14,7 +14,7 @@ from ..config import MAX_LAYERS, Config
 from ..errors import ConfigError
 from .families import FAMILIES, IRRELEVANT, Family
 from .hf_rope import check_spellings
-from .hf_values import MAX_NUMBER, check_integer, shown
+from .hf_values import MAX_NUMBER, check_integer, shown, unknown_field
 from .quantization_config import read_quantization_config
 from .wrapped import WRAPPED, is_wrapped, text_fields
 
@@ -202,10 +202,7 @@ def _check_fields(hf: Mapping[str, Any], family: Family) -> None:
                 f"{name}={shown(value)} is not supported; supported: {neutral[name][0]!r}"
             )
         if name not in neutral and name not in IRRELEVANT and name not in used:
-            raise ConfigError(
-                f"unknown field {shown(name)} (value {shown(value)}): it may change the model, so "
-                f"it is not ignored; if it changes nothing, remove it"
-            )
+            raise unknown_field(name, value)
 
 
 def _shared_kv_heads(value: list[Any] | None) -> tuple[tuple[int, ...], ...] | None:

@@ -28,6 +28,14 @@ shown = _Short().repr
 """The value as errors show it."""
 
 
+def unknown_field(name: str, value: Any, *, where: str = "") -> ConfigError:
+    """The error for a field that is not listed; `where` are words that follow its name."""
+    return ConfigError(
+        f"unknown field {shown(name)}{where} (value {shown(value)}): it may change the model, so "
+        f"it is not ignored; if it changes nothing, remove it"
+    )
+
+
 def check_integer(name: str, value: Any) -> int:
     """The value, an integer from 1 up. Raises `ConfigError`."""
     if type(value) is not int:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ..errors import ConfigError
 from ..quantization import Format
-from .hf_values import shown
+from .hf_values import shown, unknown_field
 
 Layout = Literal["scaled", "packed", "mxfp4", "gptq", "awq"]
 """Which function of `stored_formats` decodes a matrix."""
@@ -121,10 +121,7 @@ def check_fields(
             )
     for name, value in fields.items():
         if name not in allowed and name not in others:
-            raise ConfigError(
-                f"{where}: unknown field {shown(name)} (value {shown(value)}): it may change the "
-                f"model, so it is not ignored; if it changes nothing, remove it"
-            )
+            raise ConfigError(f"{where}: {unknown_field(name, value)}")
     return fields
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from .families import FAMILIES, IRRELEVANT
-from .hf_values import agreed, shown
+from .hf_values import agreed, shown, unknown_field
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +78,7 @@ def text_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     wrapped, text = WRAPPED[hf["model_type"]], hf.get("text_config")
     known = IRRELEVANT | _VISION_FIELDS | {"text_config", _TIE, _QUANTIZATION}
     if unknown := [name for name in hf if name not in known]:
-        raise ConfigError(
-            f"unknown field {shown(unknown[0])} beside text_config (value "
-            f"{shown(hf[unknown[0]])}): it may change the model, so it is not ignored; if it "
-            f"changes nothing, remove it"
-        )
+        raise unknown_field(unknown[0], hf[unknown[0]], where=" beside text_config")
     if not isinstance(text, Mapping):
         raise ConfigError(f"text_config={shown(text)} must be an object")
     if text.get("model_type", wrapped.text) != wrapped.text:

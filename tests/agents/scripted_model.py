@@ -12,6 +12,7 @@ between requests. An answer in words ends the script. A call of a tool that the 
 left out.
 """
 
+import dataclasses
 import re
 from collections import abc
 from pathlib import Path
@@ -22,7 +23,6 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from swiftkv_jax import demo
-from swiftkv_jax.config import Config
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.request_state import RequestState, Sequence
@@ -30,7 +30,7 @@ from swiftkv_jax.infer.engine.sampler_output import NON_FINITE, AsyncOutput, Sam
 from swiftkv_jax.infer.runner.shapes import Shapes
 from swiftkv_jax.infer.serve.server import Loaded
 from swiftkv_jax.infer.structured_outputs import GrammarCompiler
-from tests.infer.mock_model_runner import MockModelRunner
+from tests.infer.mock_model_runner import CONFIG, MockModelRunner
 
 MAX_MODEL_LEN = 131_072
 """Larger than the first prompts of all agents, and small enough to fill."""
@@ -179,16 +179,8 @@ def load() -> Loaded:
         page_size=page_size,
         structured_outputs=True,
     )
-    config = Config(
-        vocab_size=vocab_size,
-        embed_dim=8,
-        mlp_dim=8,
-        num_layers=2,
-        num_key_value_layers=1,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=8,
-        max_position_embeddings=MAX_MODEL_LEN,
+    config = dataclasses.replace(
+        CONFIG, vocab_size=vocab_size, max_position_embeddings=MAX_MODEL_LEN
     )
     ends = [tokenizer.eos_token_id]
     engine = Engine(
