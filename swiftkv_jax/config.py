@@ -62,7 +62,8 @@ class Config:
 
     Layers `0 .. num_key_value_layers-1` ("lower") own their keys and values. The others ("upper")
     read keys and values projected from the hidden state that enters layer `num_key_value_layers`
-    (SingleInputKV), one projection per `key_value_group_size` consecutive layers (AcrossKV). With
+    (SingleInputKV), one projection per `key_value_group_size` consecutive layers (AcrossKV). That
+    hidden state, the boundary state, may be improved: see `prompt_attention_layers`. With
     `num_key_value_layers == num_layers` there is no upper layer and the model is the plain Llama.
     """
 
@@ -115,6 +116,13 @@ class Config:
     num_key_value_layers: int = 0
     """K of the paper; 0 means all layers, as in the authors' configuration."""
     key_value_group_size: int = 1
+    prompt_attention_layers: int = 0
+    """M: number of upper layers, the first ones, of which prompt tokens run the attention, with a
+    linear map (`SwiftKV.mlp_map`) in place of the MLP. They have caches of their own, and the other
+    upper layers' keys and values come from the hidden state after them."""
+    boundary_taps: int = 0
+    """0, or 1: those keys and values come from the hidden states of a token and of the one before
+    it (`SwiftKV.k_tap`)."""
     shared_kv_heads: tuple[tuple[int, ...], ...] | None = None
     """[U][K]: for each key/value head of an upper layer, the head of its group's cache that it
     reads. Set for students whose layers compute their values from the shared ones (`SwiftKV.mix`);
@@ -162,13 +170,7 @@ class Config:
                 f"num_key_value_layers={self.num_key_value_layers} must be from 1 to "
                 f"num_layers={self.num_layers}"
             )
-        if self.key_value_group_size < 1 or self.num_upper_layers % self.key_value_group_size:
-            raise ConfigError(
-                f"key_value_group_size={self.key_value_group_size} must divide the "
-                f"{self.num_upper_layers} layers "
-                f"from num_key_value_layers={self.num_key_value_layers} to "
-                f"num_layers={self.num_layers}"
-            )
+        self._check_boundary()
         if not min(self.num_experts, 1) <= self.num_experts_per_token <= self.num_experts:
             raise ConfigError(
                 f"num_experts_per_token={self.num_experts_per_token} must be from 1 to "
@@ -177,6 +179,28 @@ class Config:
         self._check_layer_kinds()
         self._check_shared_kv_heads()
         self._check_generated_kv()
+
+    def _check_boundary(self):
+        if type(alone := self.prompt_attention_layers) is not int:
+            raise ConfigError(f"prompt_attention_layers={alone!r} must be a whole number")
+        if self.num_upper_layers == 0:  # nothing is projected
+            object.__setattr__(self, "prompt_attention_layers", 0)
+            object.__setattr__(self, "boundary_taps", 0)
+        elif not 0 <= alone < self.num_upper_layers:
+            raise ConfigError(
+                f"prompt_attention_layers={alone} must be from 0 to {self.num_upper_layers - 1}: "
+                f"of {self.num_upper_layers} upper layers one must be left to project for"
+            )
+        if type(self.boundary_taps) is not int or self.boundary_taps not in (0, 1):
+            raise ConfigError(f"boundary_taps={self.boundary_taps!r} must be 0 or 1")
+        left, alone = self.num_layers - self.first_projected_layer, self.prompt_attention_layers
+        if self.key_value_group_size < 1 or left % self.key_value_group_size:
+            raise ConfigError(
+                f"key_value_group_size={self.key_value_group_size} must divide the {left} layers "
+                f"from num_key_value_layers={self.num_key_value_layers} "
+                f"{f'+ prompt_attention_layers={alone} ' * (alone > 0)}to "
+                f"num_layers={self.num_layers}"
+            )
 
     def _check_layer_kinds(self):
         if len(set(self.layer_kinds)) == 1:
@@ -194,11 +218,10 @@ class Config:
                 f"of head_dim={self.head_dim}, {sorted(rotated)} dimensions rotate: they must be "
                 f"an even number, the same in all layers that rotate"
             )
-        group = self.key_value_group_size
-        for first in range(self.num_key_value_layers, self.num_layers, group):
-            if len({self.kind(layer).rope for layer in range(first, first + group)}) > 1:
+        for group in self.kv_groups:
+            if len({self.kind(layer).rope for layer in group}) > 1:
                 raise ConfigError(
-                    f"key_value_group_size={group}: layers {first} to {first + group - 1} would "
+                    f"key_value_group_size={len(group)}: layers {group[0]} to {group[-1]} would "
                     f"share rotated keys, and rotate them differently"
                 )
 
@@ -322,9 +345,34 @@ class Config:
         return self.num_layers - self.num_key_value_layers
 
     @property
+    def first_projected_layer(self) -> int:
+        """K + M: the first layer whose keys and values are projected from the boundary state."""
+        return self.num_key_value_layers + self.prompt_attention_layers
+
+    @property
+    def kv_groups(self) -> tuple[range, ...]:
+        """The upper layers by the cache that they share: each of the `prompt_attention_layers`
+        alone, then `key_value_group_size` at a time."""
+        first, size = self.first_projected_layer, self.key_value_group_size
+        alone = [range(layer, layer + 1) for layer in range(self.num_lower_layers, first)]
+        return *alone, *(range(at, at + size) for at in range(first, self.num_layers, size))
+
+    @property
     def num_kv_groups(self) -> int:
         """J: number of key/value projections that the upper layers share."""
-        return self.num_upper_layers // self.key_value_group_size
+        return self.prompt_attention_layers + self.num_projected_groups
+
+    @property
+    def num_projected_groups(self) -> int:
+        """G: number of those that are projected from the boundary state."""
+        return (self.num_layers - self.first_projected_layer) // self.key_value_group_size
+
+    def kv_group(self, layer: int) -> int:
+        """The index in `kv_groups` of the group of an upper layer."""
+        upper, alone = layer - self.num_lower_layers, self.prompt_attention_layers
+        if upper < alone:
+            return upper
+        return alone + (upper - alone) // self.key_value_group_size
 
     @property
     def num_cache_layers(self) -> int:
@@ -333,8 +381,8 @@ class Config:
         return self.num_lower_layers + self.num_kv_groups
 
     def cut(self, num_key_value_layers: int, key_value_group_size: int = 1) -> Config:
-        """The same Llama with another SwiftKV cut. Raises `ConfigError` if the cut does not fit the
-        layers."""
+        """The same Llama with another SwiftKV cut, without prompt attention layers and taps if it
+        is another. Raises `ConfigError` if the cut does not fit the layers."""
         same = (num_key_value_layers, key_value_group_size) == (
             self.num_key_value_layers,
             self.key_value_group_size,
@@ -344,4 +392,6 @@ class Config:
             num_key_value_layers=num_key_value_layers,
             key_value_group_size=key_value_group_size,
             shared_kv_heads=self.shared_kv_heads if same else None,
+            prompt_attention_layers=self.prompt_attention_layers if same else 0,
+            boundary_taps=self.boundary_taps if same else 0,
         )

@@ -36,8 +36,9 @@ both are the layer's own."""
 def init_swiftkv(config: Config, llama: Llama, dtype=None, *, start: Start = "authors") -> SwiftKV:
     """A delta copied from the teacher; `calibration` fits a better one to data.
 
-    The norm is that of the first upper layer, queries and their norms are the teacher's, keys,
-    their norms and values as `start` says, in float32; layers take the shared values as they are.
+    The norm is that of the first layer that is projected for, queries and their norms are the
+    teacher's, keys, their norms and values as `start` says, in float32; layers take the shared
+    values as they are. Taps and maps are zero.
     Every leaf is a new buffer: nothing aliases the teacher, so the delta can be donated. `dtype`
     None keeps the teacher's. Raises `ValueError` if the teacher's upper projections were dropped.
     """
@@ -55,17 +56,21 @@ def init_swiftkv(config: Config, llama: Llama, dtype=None, *, start: Start = "au
     def shared(leaf):
         if leaf is None:
             return None
-        grouped = leaf.reshape(config.num_kv_groups, config.key_value_group_size, *leaf.shape[1:])
+        grouped = leaf[first:].reshape(-1, config.key_value_group_size, *leaf.shape[1:])
         if start == "leader":
-            return copy(grouped[:, 0])
-        return grouped.astype(jnp.float32).mean(axis=1).astype(dtype)
+            groups = jnp.array(grouped[:, 0], dtype, copy=True)
+        else:
+            groups = grouped.astype(jnp.float32).mean(axis=1).astype(dtype)
+        return jnp.concatenate([leaf[:first].astype(dtype), groups]) if first else groups
 
-    mix = None
-    if config.shared_kv_heads is not None:
-        shape = swiftkv_params(config).mix.shape(config)
-        mix = jnp.broadcast_to(jnp.eye(config.head_dim, dtype=dtype), shape)
+    def zeros(row):
+        return None if row is None else jnp.zeros(row.shape(config), dtype)
+
+    first, rows, mix = config.prompt_attention_layers, swiftkv_params(config), None
+    if rows.mix is not None:
+        mix = jnp.broadcast_to(jnp.eye(config.head_dim, dtype=dtype), rows.mix.shape(config))
     return SwiftKV(
-        norm=None if llama.upper.attn_norm is None else copy(llama.upper.attn_norm[0]),
+        norm=None if llama.upper.attn_norm is None else copy(llama.upper.attn_norm[first]),
         q=copy(upper.q),
         k=shared(upper.k),
         v=shared(upper.v),
@@ -75,4 +80,7 @@ def init_swiftkv(config: Config, llama: Llama, dtype=None, *, start: Start = "au
         q_norm=copy(upper.q_norm),
         k_norm=shared(upper.k_norm),
         mix=mix,
+        k_tap=zeros(rows.k_tap),
+        v_tap=zeros(rows.v_tap),
+        mlp_map=zeros(rows.mlp_map),
     )

@@ -114,12 +114,7 @@ def output_and_mlp(
 ) -> Float[Array, "B T D"]:
     """Everything after attention: output projection, residual, gated MLP or mixture of experts,
     residual. Experts run on the mesh of `attention`."""
-    with jax.named_scope("attention_output"):
-        heads = attended.reshape(*x.shape[:2], -1)
-        # M = N H
-        out = product("BTM,DM->BTD", heads, as_matrix(block.o))
-        out = out if block.o_bias is None else out + block.o_bias
-        x = x + scaled(norm(config, out, block.attn_post), config.residual_scale)
+    x = add_attention(config, block, x, attended)
     with jax.named_scope("mlp"):
         h = norm(config, x, block.mlp_norm)
 
@@ -133,6 +128,33 @@ def output_and_mlp(
         else:
             out = mixture(config, block, h, activate, attention)
         return x + scaled(norm(config, out, block.mlp_post), config.residual_scale)
+
+
+def add_attention(
+    config: Config,
+    block: Block | ServingBlock,
+    x: Float[Array, "B T D"],
+    attended: Float[Array, "B T N H"],
+) -> Float[Array, "B T D"]:
+    """Output projection and residual."""
+    with jax.named_scope("attention_output"):
+        heads = attended.reshape(*x.shape[:2], -1)
+        # M = N H
+        out = product("BTM,DM->BTD", heads, as_matrix(block.o))
+        out = out if block.o_bias is None else out + block.o_bias
+        return x + scaled(norm(config, out, block.attn_post), config.residual_scale)
+
+
+def add_mapped(
+    config: Config,
+    block: Block | ServingBlock,
+    x: Float[Array, "B T D"],
+    mlp_map: Float[Array, "D D"],
+) -> Float[Array, "B T D"]:
+    """What stands in for the MLP of a layer of which prompts run only the attention: a linear map
+    of its input, and the residual."""
+    with jax.named_scope("mlp_map"):
+        return x + product("BTD,ED->BTE", norm(config, x, block.mlp_norm), mlp_map)
 
 
 def _gate_and_up(

@@ -1,7 +1,8 @@
 """The parameters: one table that shapes, initial values, shardings, quantisation and names read.
 
 Letters: V vocabulary, D model width, F MLP width, N query heads, K key/value heads, H head dim, L
-lower layers, U upper layers, J key/value groups of the upper layers (J = U / key_value_group_size).
+lower layers, U upper layers, J key/value groups of the upper layers (`Config.kv_groups`): M of
+layers of which prompts run the attention, G projected from the boundary state.
 E experts of an MLP, each F wide. Nq and Kq are the scales of the norms of queries and keys: H, or
 N H and K H.
 
@@ -30,157 +31,32 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from .config import Config
-from .mesh import MODEL
+from .param_rows import (
+    Param,
+    bias,
+    dense,
+    expert,
+    head_norm,
+    matrix,
+    mixture,
+    norm_after,
+    norm_before,
+    norm_scale,
+    tap,
+    untied,
+    value_mix,
+)
 
 # A leaf is whatever the tree holds at the moment: an array, its abstract value, its sharding, its
 # gradient. After `unstack` a stacked leaf has become one tuple entry per layer.
 Leaf = Any
-
-# The table --------------------------------------------------------------------
-
-_SIZES = {
-    "V": "vocab_size",
-    "D": "embed_dim",
-    "F": "mlp_dim",
-    "N": "num_heads",
-    "K": "num_kv_heads",
-    "H": "head_dim",
-    "E": "num_experts",
-    "Nq": "q_norm_dim",
-    "Kq": "k_norm_dim",
-}
-_STACKS: dict[str, Callable[[Config], range]] = {
-    "L": lambda config: range(config.num_lower_layers),
-    "U": lambda config: range(config.num_lower_layers, config.num_layers),
-    "J": lambda config: range(
-        config.num_lower_layers, config.num_layers, config.key_value_group_size
-    ),
-}
-
-
-EXPERT = "{expert}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Param:
-    """One row of the table: the properties of a parameter besides its values."""
-
-    dims: str
-    """The letters of its axes, separated by spaces. A stack of layers comes first: L, U or J, or
-    `?` in a class that serves both for L and for U."""
-    tensor: str
-    """Name in a Hugging Face checkpoint; of a stacked parameter the part after
-    `model.layers.<layer>.`, with `EXPERT` for an expert's number where each has its own tensor."""
-    init: Literal["normal", "one", "zeros"] = "normal"
-    """`one` leaves what it scales unchanged (`Config.norm_offset`)."""
-    split: str | None = None
-    """Letter of the axis that tensor parallelism splits. The axis that `fsdp` splits follows from
-    the shape: see `sharding`."""
-    in_axes: int | None = None
-    """How many of the last axes a product sums over; its other axes are output channels. None for
-    what is never quantised."""
-    when: Callable[[Config], bool] = lambda config: True
-    """Whether a model of this config has it."""
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return tuple(self.dims.split())
-
-    @property
-    def stacked(self) -> bool:
-        """Whether the first axis counts layers, or groups of layers."""
-        return self.axes[0] in ("?", *_STACKS)
-
-    @property
-    def tensor_axes(self) -> int:
-        """How many of the first axes count tensors of a checkpoint: layers, and experts."""
-        return self.stacked + (EXPERT in self.tensor)
-
-    @property
-    def model_axes(self) -> tuple[str | None, ...]:
-        """For each axis the mesh axis that it is split over, or None, as in a `PartitionSpec`."""
-        return tuple(MODEL if axis == self.split else None for axis in self.axes)
-
-    @property
-    def head_axis(self) -> int | None:
-        """Axis of one layer's array that a checkpoint merges with the next one: the heads of N H
-        and K H."""
-        axes = self.axes[self.stacked :]
-        return next(
-            (i for i in range(len(axes) - 1) if axes[i] in "NK" and axes[i + 1] == "H"), None
-        )
-
-    def layers(self, config: Config) -> range:
-        """The layers that the entries of its stack belong to: the first of each group for J."""
-        return _STACKS[self.axes[0]](config)
-
-    def shape(self, config: Config) -> tuple[int, ...]:
-        return tuple(
-            len(_STACKS[axis](config)) if axis in _STACKS else getattr(config, _SIZES[axis])
-            for axis in self.axes
-        )
-
-
-def matrix(
-    dims: str,
-    tensor: str,
-    *,
-    split: str,
-    in_axes: int = 1,
-    when: Callable[[Config], bool] = lambda config: True,
-) -> Param:
-    """A matrix of a layer or of the delta: quantised where the model is."""
-    return Param(dims, tensor, split=split, in_axes=in_axes, when=when)
-
-
-def expert(dims: str, tensor: str) -> Param:
-    """A matrix of every expert: whole experts are split over the mesh."""
-    return matrix(dims, f"mlp.experts.{EXPERT}.{tensor}.weight", split="E", when=_mixture)
-
-
-def bias(dims: str, tensor: str, *, split: str, when=lambda config: config.qkv_bias) -> Param:
-    return Param(dims, tensor, init="zeros", split=split, when=when)
-
-
-def head_norm(dims: str, tensor: str) -> Param:
-    return norm_scale(dims, tensor, when=lambda config: config.qk_norm is not None)
-
-
-def norm_scale(
-    dims: str, tensor: str, *, when: Callable[[Config], bool] = lambda config: True
-) -> Param:
-    return Param(dims, tensor, init="one", when=when)
-
-
-def value_mix(dims: str, tensor: str) -> Param:
-    return Param(dims, tensor, split="K", when=lambda config: config.shared_kv_heads is not None)
-
-
-def _dense(config: Config) -> bool:
-    return config.num_experts == 0
-
-
-def _mixture(config: Config) -> bool:
-    return config.num_experts > 0
-
-
-def _untied(config: Config) -> bool:
-    return not config.tie_word_embeddings
-
-
-def _norm_before(config: Config) -> bool:
-    return config.norm_order in ("pre", "both")
-
-
-def _norm_after(config: Config) -> bool:
-    return config.norm_order in ("post", "both")
 
 
 def _summary(self: Any) -> str:
@@ -193,26 +69,26 @@ def _summary(self: Any) -> str:
 class Block:
     """The parameters of a layer other than its query, key and value projections. `?` is L or U."""
 
-    attn_norm: Annotated[Leaf, norm_scale("? D", "input_layernorm.weight", when=_norm_before)]
+    attn_norm: Annotated[Leaf, norm_scale("? D", "input_layernorm.weight", when=norm_before)]
     o: Annotated[Leaf, matrix("? D N H", "self_attn.o_proj.weight", split="N", in_axes=2)]
     mlp_norm: Annotated[
-        Leaf, norm_scale("? D", "post_attention_layernorm.weight", when=_norm_before)
+        Leaf, norm_scale("? D", "post_attention_layernorm.weight", when=norm_before)
     ]
-    gate: Annotated[Leaf, matrix("? F D", "mlp.gate_proj.weight", split="F", when=_dense)]
-    up: Annotated[Leaf, matrix("? F D", "mlp.up_proj.weight", split="F", when=_dense)]
-    down: Annotated[Leaf, matrix("? D F", "mlp.down_proj.weight", split="F", when=_dense)]
+    gate: Annotated[Leaf, matrix("? F D", "mlp.gate_proj.weight", split="F", when=dense)]
+    up: Annotated[Leaf, matrix("? F D", "mlp.up_proj.weight", split="F", when=dense)]
+    down: Annotated[Leaf, matrix("? D F", "mlp.down_proj.weight", split="F", when=dense)]
     o_bias: Annotated[
         Leaf,
         Param("? D", "self_attn.o_proj.bias", init="zeros", when=lambda config: config.o_bias),
     ] = None
     attn_post: Annotated[
-        Leaf, norm_scale("? D", "post_attention_layernorm.weight", when=_norm_after)
+        Leaf, norm_scale("? D", "post_attention_layernorm.weight", when=norm_after)
     ] = None
     """Norm of what attention adds to the residual; `mlp_post` of what the MLP adds."""
     mlp_post: Annotated[
-        Leaf, norm_scale("? D", "post_feedforward_layernorm.weight", when=_norm_after)
+        Leaf, norm_scale("? D", "post_feedforward_layernorm.weight", when=norm_after)
     ] = None
-    router: Annotated[Leaf, Param("? E D", "mlp.gate.weight", when=_mixture)] = None
+    router: Annotated[Leaf, Param("? E D", "mlp.gate.weight", when=mixture)] = None
     expert_gate: Annotated[Leaf, expert("? E F D", "gate_proj")] = None
     expert_up: Annotated[Leaf, expert("? E F D", "up_proj")] = None
     expert_down: Annotated[Leaf, expert("? E D F", "down_proj")] = None
@@ -266,7 +142,7 @@ class Llama:
     upper: Block  # U
     upper_qkv: QKV | None  # U
     final_norm: Annotated[Leaf, norm_scale("D", "model.norm.weight")]
-    lm_head: Annotated[Leaf, Param("V D", "lm_head.weight", split="V", when=_untied)] = None
+    lm_head: Annotated[Leaf, Param("V D", "lm_head.weight", split="V", when=untied)] = None
 
     __repr__ = _summary
 
@@ -275,7 +151,7 @@ class Llama:
 class SwiftKV:
     """The delta: all that distillation trains, saves and optimises."""
 
-    norm: Annotated[Leaf, norm_scale("D", "model.norm_swiftkv.weight", when=_norm_before)]
+    norm: Annotated[Leaf, norm_scale("D", "model.norm_swiftkv.weight", when=norm_before)]
     q: Annotated[Leaf, matrix("U N H D", "self_attn.q_proj_swiftkv.weight", split="N")]
     k: Annotated[Leaf, matrix("J K H D", "self_attn.k_proj_swiftkv.weight", split="K")]
     v: Annotated[Leaf, matrix("J K H D", "self_attn.v_proj_swiftkv.weight", split="K")]
@@ -287,6 +163,19 @@ class SwiftKV:
     mix: Annotated[Leaf, value_mix("U K H H", "self_attn.mix_swiftkv.weight")] = None
     """A layer's values are `mix` times those of its group, per key/value head: exact wherever it is
     applied, so it is applied to what attention returns."""
+    k_tap: Annotated[Leaf, tap("G K H D", "self_attn.k_tap_swiftkv.weight")] = None
+    v_tap: Annotated[Leaf, tap("G K H D", "self_attn.v_tap_swiftkv.weight")] = None
+    mlp_map: Annotated[
+        Leaf,
+        Param(
+            "M D D",
+            "mlp.map_swiftkv.weight",
+            init="zeros",
+            when=lambda config: config.prompt_attention_layers > 0,
+        ),
+    ] = None
+    """In place of the MLP of a prompt's attention layer: what is added to the residual, from the
+    state after the norm before the MLP."""
 
     __repr__ = _summary
 

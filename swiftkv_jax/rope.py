@@ -94,10 +94,10 @@ def stack_tables(
 
 
 def group_table(config: Config, tables: Tables) -> Array | None:
-    """The rotary table of the upper groups' keys: one of 2 B T F for all, 2 B T J F where groups
+    """The rotary table of the projected groups' keys: one of 2 B T F for all, 2 B T G F where they
     rotate differently, None where none rotates."""
-    first_layers = range(config.num_lower_layers, config.num_layers, config.key_value_group_size)
-    kinds = tuple(config.kind(layer) for layer in first_layers)
+    groups = config.kv_groups[config.prompt_attention_layers :]
+    kinds = tuple(config.kind(group[0]) for group in groups)
     if len({kind.rope for kind in kinds}) == 1:
         return table_of(config, tables, kinds[0])
     return jnp.moveaxis(stack_tables(config, tables, kinds), 0, 3)

@@ -5,16 +5,13 @@
                                           +-> s = RMSNorm(x) -> k, v of every upper group
                                           +-> upper layers with the delta's q on them = student
 
-There are two kinds of layers: `self_layer` computes its own keys and values, `cross_layer` only
-queries. (`two_cache_layer` does both, where layers share caches and tokens also keep their own keys
-and values.) All take an `attend` callable, so training, prefill and decode run the same layer on
-keys and values that are stored differently. Here whole sequences run through stacks of layers
-(`lax.scan`); `infer.runner.cached_layers` runs the same layers one by one over a cache.
+The layers are those of `decoder_layers`; what is between x and the keys and values is in
+`boundary`. Here whole sequences run through stacks of layers (`lax.scan`);
+`infer.runner.cached_layers` runs the same layers one by one over a cache.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Literal
@@ -25,11 +22,17 @@ from jaxtyping import Array, Bool, Float
 
 from .attention import ATTENTION_OUTPUT, DEFAULT, Attention
 from .batch import Batch
+from .boundary import boundary_kv
 from .config import Config
-from .layers import embed, norm, norm_heads, output_and_mlp, project_heads
+from .decoder_layers import (
+    cross_layer,
+    delta_queries,
+    self_layer,
+    two_cache_layer,
+    with_queries,
+)
+from .layers import embed
 from .packed_attention import (
-    Attend,
-    Heads,
     mixed,
     own_attention,
     packed_attention,
@@ -40,13 +43,11 @@ from .params import (
     QKV,
     Block,
     Llama,
-    ServingBlock,
     SwiftKV,
     require_teacher,
     require_upper_kv,
 )
-from .quantization import Quantized, product
-from .rope import Tables, apply_rope, group_table, rope_tables, scanned_kinds
+from .rope import Tables, rope_tables, scanned_kinds
 from .sharding import (
     all_gather_fsdp,
     all_gather_mix,
@@ -69,133 +70,6 @@ _CHECKPOINT = {
     ),
     "layer": functools.partial(jax.checkpoint, prevent_cse=False),
 }
-
-
-# Layers -----------------------------------------------------------------------
-
-
-def self_layer(
-    config: Config,
-    block: Block | ServingBlock,
-    qkv: QKV,
-    x,
-    rope,
-    attend: Attend,
-    attention: Attention = DEFAULT,
-):
-    """A layer with its own keys and values: (x, state), where `attend(q, k, v)` returns (attended,
-    state). `rope` is the table of its kind, or None; experts run on the mesh of `attention`."""
-    with jax.named_scope("qkv"):
-        q, k, v = _project_qkv(config, qkv, norm(config, x, block.attn_norm), rope)
-    with jax.named_scope("attention"):
-        attended, state = attend(q, k, v)
-    return output_and_mlp(config, block, x, attended, attention), state
-
-
-def cross_layer(
-    config: Config,
-    block: Block | ServingBlock,
-    queries: QKV,
-    x,
-    rope,
-    attend: Attend,
-    attention: Attention = DEFAULT,
-):
-    """An upper layer of the student, which computes only queries: x. `attend(q)` attends to the
-    keys and values of its group. Only the parameters of q in `queries` are used."""
-    with jax.named_scope("q"):
-        q = project_q(config, queries, norm(config, x, block.attn_norm), rope)
-    with jax.named_scope("attention"):
-        attended = attend(q)
-    return output_and_mlp(config, block, x, attended, attention)
-
-
-def two_cache_layer(
-    config: Config,
-    block: Block | ServingBlock,
-    qkv: QKV,
-    queries: QKV,
-    x,
-    rope,
-    attend: Attend,
-    attention: Attention = DEFAULT,
-):
-    """An upper layer of the student that attends to its group's keys and values with the student's
-    `queries`, and to tokens' own keys and values with the teacher's `qkv`: (x, state), where
-    `attend(shared_q, q, k, v)` returns (attended, state)."""
-    with jax.named_scope("qkv"):
-        h = norm(config, x, block.attn_norm)
-        shared_q = project_q(config, queries, h, rope)
-        q, k, v = _project_qkv(config, qkv, h, rope)
-    with jax.named_scope("attention"):
-        attended, state = attend(shared_q, q, k, v)
-    return output_and_mlp(config, block, x, attended, attention), state
-
-
-def _project_qkv(config: Config, qkv: QKV, h: Float[Array, "B T D"], rope):
-    """Rotated queries and keys, and values, of a layer with its own."""
-    q = project_q(config, qkv, h, rope)
-    k = norm_heads(config, project_heads(h, qkv.k, qkv.k_bias), qkv.k_norm)
-    return q, apply_rope(k, rope), project_heads(h, qkv.v, qkv.v_bias)
-
-
-def project_q(config: Config, queries: QKV, h: Float[Array, "B T D"], rope) -> Heads:
-    """Rotated queries. Attention multiplies scores by 1 / sqrt(head_dim), so the queries are
-    multiplied by the rest of `query_scale`."""
-    q = norm_heads(config, project_heads(h, queries.q, queries.q_bias), queries.q_norm)
-    scale = config.query_scale
-    return apply_rope(q, rope, 1.0 if scale is None else scale * config.head_dim**0.5)
-
-
-def delta_queries(delta: SwiftKV) -> QKV:
-    """The student's queries, without keys and values."""
-    return QKV(delta.q, None, None, q_bias=delta.q_bias, q_norm=delta.q_norm)
-
-
-def with_queries(kv: QKV, queries: QKV) -> QKV:
-    """The keys and values of one layer, or stack, with the queries of another."""
-    return dataclasses.replace(kv, q=queries.q, q_bias=queries.q_bias, q_norm=queries.q_norm)
-
-
-def project_kv(
-    config: Config, delta: SwiftKV, x: Float[Array, "B T D"], rope
-) -> tuple[Float[Array, "J B K T H"], Float[Array, "J B K T H"]]:
-    """Keys and values of every upper group from the hidden state that enters layer K.
-
-    A prompt token needs nothing else from the upper layers. Keys are returned rotated, by the
-    `group_table`, once per group: the layers of a group share positions, so they share the rotated
-    keys.
-    """
-    with jax.named_scope("project_kv"):
-        s = norm(config, x, delta.norm)
-        k, v = product("BTD,JKHD->BTJKH", s, delta.k), product("BTD,JKHD->BTJKH", s, delta.v)
-        if delta.k_bias is not None:
-            k, v = k + delta.k_bias, v + delta.v_bias
-        k = apply_rope(norm_heads(config, k, delta.k_norm), rope)
-        return k.transpose(2, 0, 3, 1, 4), v.transpose(2, 0, 3, 1, 4)
-
-
-def project_fused_kv(
-    config: Config,
-    delta_norm: Float[Array, " D"] | None,
-    kv: Float[Array, "2 J K H D"] | Quantized,
-    bias: Float[Array, "2 J K H"] | None,
-    k_norm: Float[Array, "J Kq"] | None,
-    x,
-    rope,
-) -> tuple[Float[Array, "J B K T H"], Float[Array, "J B K T H"]]:
-    """`project_kv` with the weights of keys and values joined in one array, so that there is one
-    product for all groups. Serving joins them once."""
-    with jax.named_scope("project_kv"):
-        s = norm(config, x, delta_norm)
-        out = product("BTD,PJKHD->PBTJKH", s, kv)
-        if bias is not None:
-            out = out + bias[:, None, None]
-        k, v = apply_rope(norm_heads(config, out[0], k_norm), rope), out[1]
-        return k.transpose(2, 0, 3, 1, 4), v.transpose(2, 0, 3, 1, 4)
-
-
-# Whole sequences --------------------------------------------------------------
 
 
 def run_lower_layers(
@@ -277,14 +151,7 @@ def run_upper_layers_student(
     kinds, kind_of = scanned_kinds(
         config, tables, range(config.num_lower_layers, config.num_layers)
     )
-    k, v = project_kv(
-        config,
-        all_gather_fsdp(
-            mesh, dataclasses.replace(delta, q=None, q_bias=None, q_norm=None), layer=False
-        ),
-        x,
-        group_table(config, tables),
-    )
+    k, v = boundary_kv(config, llama, delta, x, tables, segment_ids, attention=attention)
     k, v = (_repeat_groups(config, a) for a in (k, v))
     run_layer, weights = _student_layer(config, llama, delta, own, attention)
 
@@ -343,7 +210,10 @@ def _repeat_groups(config: Config, shared: Float[Array, "J B K T H"]) -> Float[A
     """The keys or values that each upper layer reads."""
     # A scan slices repeated inputs for free; an index per group would scatter-add whole stacks in
     # the backward pass.
-    repeated = jnp.repeat(shared, config.key_value_group_size, axis=0)
+    alone = config.prompt_attention_layers
+    repeated = jnp.repeat(shared[alone:] if alone else shared, config.key_value_group_size, axis=0)
+    if alone:
+        repeated = jnp.concatenate([shared[:alone], repeated])
     if config.shared_kv_heads is None:
         return repeated
     heads = jnp.asarray(config.shared_kv_heads)[:, None, :, None, None]

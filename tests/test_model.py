@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax import transformer
+from swiftkv_jax import boundary, decoder_layers, transformer
 from swiftkv_jax.attention import DEFAULT
 from swiftkv_jax.batch import Batch, unpacked_batch
 from swiftkv_jax.checkpoints.hf_config import config_from_hf
@@ -364,8 +364,8 @@ def test_layers_one_by_one_equal_the_scan():
     attend = packed_attention(config, DEFAULT, batch.segment_ids, None)
     x, (rope,) = embed(config, llama.embed, batch.tokens), rope_tables(config, batch.positions)
     for block, qkv in zip(unstack(llama.lower), unstack(llama.lower_qkv), strict=True):
-        x, _ = transformer.self_layer(config, block, qkv, x, rope, attend)
-    keys, values = transformer.project_kv(config, delta, x, rope)
+        x, _ = decoder_layers.self_layer(config, block, qkv, x, rope, attend)
+    keys, values = boundary.project_kv(config, delta, x, rope)
     assert keys.shape == (
         config.num_kv_groups,
         2,
@@ -373,12 +373,12 @@ def test_layers_one_by_one_equal_the_scan():
         tokens.shape[1],
         config.head_dim,
     )
-    queries = unstack(transformer.delta_queries(delta))
+    queries = unstack(decoder_layers.delta_queries(delta))
     for i, block in enumerate(unstack(llama.upper)):
         group = i // config.key_value_group_size
 
         def read(q, group=group):
             return DEFAULT.prefill(q, keys[group], values[group], segment_ids=batch.segment_ids)
 
-        x = transformer.cross_layer(config, block, queries[i], x, rope, read)
+        x = decoder_layers.cross_layer(config, block, queries[i], x, rope, read)
     assert_close(unembed(config, llama, x), skv.logits(model, jnp.asarray(tokens)))

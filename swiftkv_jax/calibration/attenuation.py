@@ -28,12 +28,14 @@ from jaxtyping import Array, Float, Int
 
 from ..attention import Attention
 from ..batch import Batch
+from ..boundary import project_kv
 from ..config import Config
+from ..decoder_layers import delta_queries, two_cache_layer
 from ..packed_attention import head_major, packed_reader
 from ..params import Llama, SwiftKV, require_teacher
 from ..rope import group_table, scanned_kinds
 from ..sharding import all_gather_fsdp, constrain_activations, to_host
-from ..transformer import delta_queries, project_kv, run_lower_layers, two_cache_layer
+from ..transformer import run_lower_layers
 from .moments import attention_scores, fold_queries
 
 logger = logging.getLogger(__name__)

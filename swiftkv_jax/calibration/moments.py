@@ -24,13 +24,14 @@ from jaxtyping import Array, Float, Int
 from ..attention import Attention
 from ..batch import Batch
 from ..config import Config
+from ..decoder_layers import project_q, self_layer
 from ..layers import norm, norm_heads, project_heads
 from ..mesh import FSDP, MODEL, dp_size
 from ..packed_attention import packed_attention
 from ..params import QKV, Block, Leaf, Llama, require_teacher
 from ..rope import apply_rope, scanned_kinds
 from ..sharding import all_gather_fsdp, constrain_activations
-from ..transformer import project_q, run_lower_layers, self_layer
+from ..transformer import run_lower_layers
 
 MAX_WEIGHT = 1000.0
 """The largest weight of a token, in medians of its row and layer. Where queries attend to the

@@ -18,9 +18,9 @@ import jax
 
 from ..config import Config
 from ..errors import CheckpointError
+from ..param_rows import EXPERT
 from ..params import (
     BLOCK_PARAMS,
-    EXPERT,
     QKV_PARAMS,
     Llama,
     Param,

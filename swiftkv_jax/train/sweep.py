@@ -22,17 +22,18 @@ from jaxtyping import Array, Float, Int
 
 from ..attention import Attention
 from ..batch import Batch
+from ..boundary import project_kv
 from ..cache import bytes_per_token
 from ..calibration import LayerFit, check_groups, warn_of_few_tokens
 from ..config import Config
 from ..cost import prefill_flops
+from ..decoder_layers import cross_layer, self_layer
 from ..errors import ConfigError
 from ..layers import embed, head_weights, norm
 from ..packed_attention import packed_attention
 from ..params import Llama, SwiftKV
 from ..rope import rope_tables, scanned_kinds
 from ..sharding import all_gather_fsdp, all_gather_vocabulary, constrain_activations, replicated
-from ..transformer import cross_layer, project_kv, self_layer
 from .cut_kv import States, calibrated_kv, copied_kv, layer_of
 from .distill import linear_kl
 from .far_tokens import only_far

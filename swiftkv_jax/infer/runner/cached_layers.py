@@ -21,18 +21,13 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from ...attention import Attention, merge_attention
+from ...boundary import project_fused_kv
 from ...cache import KVCache, Pool, keys_carry_nan
 from ...config import Config
+from ...decoder_layers import cross_layer, self_layer, two_cache_layer, with_queries
 from ...layers import embed
 from ...packed_attention import head_major, mixed
 from ...rope import Tables, group_table, rope_tables, table_of
-from ...transformer import (
-    cross_layer,
-    project_fused_kv,
-    self_layer,
-    two_cache_layer,
-    with_queries,
-)
 from .weights import Weights
 
 Write = Callable[[Pool, Float[Array, "A K T H"]], Pool]

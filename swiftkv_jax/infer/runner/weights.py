@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from ...config import Config, GeneratedKV
 from ...cut import choose_generated_kv
+from ...decoder_layers import delta_queries
 from ...model import Model
 from ...params import (
     QKV,
@@ -36,7 +37,6 @@ from ...quantization import (
 )
 from ...sharding import llama_shardings, swiftkv_shardings
 from ...stacks import unstack
-from ...transformer import delta_queries
 from .kv_heads import with_kv_head_copies
 from .shapes import kv_programs, serves_two_caches
 

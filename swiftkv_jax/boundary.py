@@ -1,0 +1,173 @@
+"""Keys and values of prompt tokens in the upper layers, from the hidden state that enters layer K.
+
+    x -> attention of layers K .. K+M-1, maps in place of their MLPs -> y    (M may be 0: y is x)
+                     |                                                  |
+                     +-> their own k, v                                 +-> s = RMSNorm(y)
+                                                                            -> k, v of all groups
+
+With a tap, keys and values come from s of a token and of the one before it. Letters as in `params`;
+B batch, T positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from .attention import DEFAULT, Attention
+from .config import Config
+from .decoder_layers import attention_layer
+from .layers import norm, norm_heads
+from .packed_attention import head_major, packed_reader
+from .params import QKV, Llama, SwiftKV
+from .quantization import Quantized, product
+from .rope import Tables, apply_rope, group_table, table_of
+from .sharding import all_gather_fsdp, constrain_activations
+
+
+def boundary_kv(
+    config: Config,
+    llama: Llama,
+    delta: SwiftKV,
+    x,
+    tables: Tables,
+    segment_ids: Int[Array, "B T"],
+    *,
+    attention: Attention = DEFAULT,
+) -> tuple[Float[Array, "J B K T H"], Float[Array, "J B K T H"]]:
+    """Keys and values of every upper group as prompt tokens have them, from the hidden state that
+    enters layer K: those of `Config.prompt_attention_layers` one after the other, then of all other
+    groups at once. Keys are rotated."""
+    mesh, alone = attention.mesh, []
+    for index in range(config.prompt_attention_layers):
+        x, kv = run_prompt_layer(
+            config, llama, delta, index, x, tables, segment_ids, attention=attention
+        )
+        alone.append(kv)
+    projections = dataclasses.replace(delta, q=None, q_bias=None, q_norm=None, mlp_map=None)
+    kv = project_kv(
+        config,
+        all_gather_fsdp(mesh, projections, layer=False),
+        x,
+        group_table(config, tables),
+        segment_ids,
+    )
+    if not alone:
+        return kv
+    k, v = (
+        jnp.concatenate([jnp.stack(first), rest])
+        for first, rest in zip(zip(*alone, strict=True), kv, strict=True)
+    )
+    return k, v
+
+
+def run_prompt_layer(
+    config: Config,
+    llama: Llama,
+    delta: SwiftKV,
+    index: int,
+    x,
+    tables: Tables,
+    segment_ids: Int[Array, "B T"],
+    *,
+    attention: Attention = DEFAULT,
+    mapped: bool = True,
+):
+    """One of `Config.prompt_attention_layers`: (hidden state after it, its keys and values, B K T
+    H). `mapped` False leaves out the map."""
+    mesh, kind = attention.mesh, config.kind(config.num_lower_layers + index)
+    block, qkv = (
+        all_gather_fsdp(mesh, jax.tree.map(lambda leaf: leaf[index], stack), layer=True)
+        for stack in (llama.upper, prompt_projections(delta))
+    )
+    read = packed_reader(config, attention, segment_ids, kind.window)
+
+    def attend(q, k, v):
+        k, v = head_major(k), head_major(v)
+        return read(q, k, v), (k, v)
+
+    mlp_map = delta.mlp_map[index] if mapped else None
+    x, kv = attention_layer(config, block, qkv, mlp_map, x, table_of(config, tables, kind), attend)
+    return constrain_activations(mesh, x, sequence=attention.shard_sequence), kv
+
+
+def project_kv(
+    config: Config,
+    delta: SwiftKV,
+    x: Float[Array, "B T D"],
+    rope,
+    segment_ids: Int[Array, "B T"] | None = None,
+) -> tuple[Float[Array, "G B K T H"], Float[Array, "G B K T H"]]:
+    """Keys and values of every projected group from the boundary state.
+
+    A prompt token needs nothing else from those layers. Keys are returned rotated, by the
+    `group_table`, once per group: the layers of a group share positions, so they share the rotated
+    keys. `segment_ids` are needed where there are taps.
+    """
+    alone = config.prompt_attention_layers
+
+    def projected(leaf) -> Any:
+        return leaf if leaf is None or not alone else leaf[alone:]
+
+    with jax.named_scope("project_kv"):
+        s = norm(config, x, delta.norm)
+        k = product("BTD,JKHD->BTJKH", s, projected(delta.k))
+        v = product("BTD,JKHD->BTJKH", s, projected(delta.v))
+        if delta.k_tap is not None:
+            assert segment_ids is not None
+            before = previous_tokens(s, segment_ids)
+            k = k + product("BTD,JKHD->BTJKH", before, delta.k_tap)
+            v = v + product("BTD,JKHD->BTJKH", before, delta.v_tap)
+        if delta.k_bias is not None:
+            k, v = k + projected(delta.k_bias), v + projected(delta.v_bias)
+        k = apply_rope(norm_heads(config, k, projected(delta.k_norm)), rope)
+        return k.transpose(2, 0, 3, 1, 4), v.transpose(2, 0, 3, 1, 4)
+
+
+def project_fused_kv(
+    config: Config,
+    delta_norm: Float[Array, " D"] | None,
+    kv: Float[Array, "2 J K H D"] | Quantized,
+    bias: Float[Array, "2 J K H"] | None,
+    k_norm: Float[Array, "J Kq"] | None,
+    x,
+    rope,
+) -> tuple[Float[Array, "J B K T H"], Float[Array, "J B K T H"]]:
+    """`project_kv` with the weights of keys and values joined in one array, so that there is one
+    product for all groups. Serving joins them once."""
+    with jax.named_scope("project_kv"):
+        s = norm(config, x, delta_norm)
+        out = product("BTD,PJKHD->PBTJKH", s, kv)
+        if bias is not None:
+            out = out + bias[:, None, None]
+        k, v = apply_rope(norm_heads(config, out[0], k_norm), rope), out[1]
+        return k.transpose(2, 0, 3, 1, 4), v.transpose(2, 0, 3, 1, 4)
+
+
+def prompt_projections(delta: SwiftKV) -> QKV:
+    """Queries, keys and values of `Config.prompt_attention_layers`, the first entries of the
+    stacks: those of the student's layers."""
+    return QKV(
+        delta.q,
+        delta.k,
+        delta.v,
+        delta.q_bias,
+        delta.k_bias,
+        delta.v_bias,
+        delta.q_norm,
+        delta.k_norm,
+    )
+
+
+def previous_tokens(
+    x: Float[Array, "B T *D"], segment_ids: Int[Array, "B T"]
+) -> Float[Array, "B T *D"]:
+    """The entry of the token before each; zeros at the start of a segment."""
+    same = segment_ids == jnp.roll(segment_ids, 1, axis=1)
+    same = same.at[:, 0].set(False)
+    before = jnp.roll(x, 1, axis=1)
+    return jnp.where(same.reshape(*same.shape, *(1,) * (x.ndim - 2)), before, 0)

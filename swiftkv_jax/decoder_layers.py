@@ -1,0 +1,131 @@
+"""The kinds of decoder layers, for one layer's weights.
+
+`self_layer` computes its own keys and values, `cross_layer` only queries. `two_cache_layer` does
+both, where layers share caches and tokens also keep their own keys and values; `attention_layer` is
+a `self_layer` with a linear map in place of its MLP. All take an `attend` callable, so training,
+prefill and decode run the same layer on keys and values that are stored differently. Letters as in
+`params`; B batch, T positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+from jaxtyping import Array, Float
+
+from .attention import DEFAULT, Attention
+from .config import Config
+from .layers import (
+    add_attention,
+    add_mapped,
+    norm,
+    norm_heads,
+    output_and_mlp,
+    project_heads,
+)
+from .packed_attention import Attend, Heads
+from .params import QKV, Block, ServingBlock, SwiftKV
+from .rope import apply_rope
+
+
+def self_layer(
+    config: Config,
+    block: Block | ServingBlock,
+    qkv: QKV,
+    x,
+    rope,
+    attend: Attend,
+    attention: Attention = DEFAULT,
+):
+    """A layer with its own keys and values: (x, state), where `attend(q, k, v)` returns (attended,
+    state). `rope` is the table of its kind, or None; experts run on the mesh of `attention`."""
+    with jax.named_scope("qkv"):
+        q, k, v = _project_qkv(config, qkv, norm(config, x, block.attn_norm), rope)
+    with jax.named_scope("attention"):
+        attended, state = attend(q, k, v)
+    return output_and_mlp(config, block, x, attended, attention), state
+
+
+def cross_layer(
+    config: Config,
+    block: Block | ServingBlock,
+    queries: QKV,
+    x,
+    rope,
+    attend: Attend,
+    attention: Attention = DEFAULT,
+):
+    """An upper layer of the student, which computes only queries: x. `attend(q)` attends to the
+    keys and values of its group. Only the parameters of q in `queries` are used."""
+    with jax.named_scope("q"):
+        q = project_q(config, queries, norm(config, x, block.attn_norm), rope)
+    with jax.named_scope("attention"):
+        attended = attend(q)
+    return output_and_mlp(config, block, x, attended, attention)
+
+
+def two_cache_layer(
+    config: Config,
+    block: Block | ServingBlock,
+    qkv: QKV,
+    queries: QKV,
+    x,
+    rope,
+    attend: Attend,
+    attention: Attention = DEFAULT,
+):
+    """An upper layer of the student that attends to its group's keys and values with the student's
+    `queries`, and to tokens' own keys and values with the teacher's `qkv`: (x, state), where
+    `attend(shared_q, q, k, v)` returns (attended, state)."""
+    with jax.named_scope("qkv"):
+        h = norm(config, x, block.attn_norm)
+        shared_q = project_q(config, queries, h, rope)
+        q, k, v = _project_qkv(config, qkv, h, rope)
+    with jax.named_scope("attention"):
+        attended, state = attend(shared_q, q, k, v)
+    return output_and_mlp(config, block, x, attended, attention), state
+
+
+def attention_layer(
+    config: Config,
+    block: Block | ServingBlock,
+    qkv: QKV,
+    mlp_map: Float[Array, "D D"] | None,
+    x,
+    rope,
+    attend: Attend,
+):
+    """A `self_layer` with a linear map in place of its MLP, or nothing: (x, state). See
+    `Config.prompt_attention_layers`."""
+    with jax.named_scope("qkv"):
+        q, k, v = _project_qkv(config, qkv, norm(config, x, block.attn_norm), rope)
+    with jax.named_scope("attention"):
+        attended, state = attend(q, k, v)
+    x = add_attention(config, block, x, attended)
+    return x if mlp_map is None else add_mapped(config, block, x, mlp_map), state
+
+
+def _project_qkv(config: Config, qkv: QKV, h: Float[Array, "B T D"], rope):
+    """Rotated queries and keys, and values, of a layer with its own."""
+    q = project_q(config, qkv, h, rope)
+    k = norm_heads(config, project_heads(h, qkv.k, qkv.k_bias), qkv.k_norm)
+    return q, apply_rope(k, rope), project_heads(h, qkv.v, qkv.v_bias)
+
+
+def project_q(config: Config, queries: QKV, h: Float[Array, "B T D"], rope) -> Heads:
+    """Rotated queries. Attention multiplies scores by 1 / sqrt(head_dim), so the queries are
+    multiplied by the rest of `query_scale`."""
+    q = norm_heads(config, project_heads(h, queries.q, queries.q_bias), queries.q_norm)
+    scale = config.query_scale
+    return apply_rope(q, rope, 1.0 if scale is None else scale * config.head_dim**0.5)
+
+
+def delta_queries(delta: SwiftKV) -> QKV:
+    """The student's queries, without keys and values."""
+    return QKV(delta.q, None, None, q_bias=delta.q_bias, q_norm=delta.q_norm)
+
+
+def with_queries(kv: QKV, queries: QKV) -> QKV:
+    """The keys and values of one layer, or stack, with the queries of another."""
+    return dataclasses.replace(kv, q=queries.q, q_bias=queries.q_bias, q_norm=queries.q_norm)
