@@ -101,7 +101,7 @@ def project_kv(
     x: Float[Array, "B T D"],
     rope,
     segment_ids: Int[Array, "B T"] | None = None,
-) -> tuple[Float[Array, "G B K T H"], Float[Array, "G B K T H"]]:
+) -> tuple[Float[Array, "P B K T H"], Float[Array, "P B K T H"]]:
     """Keys and values of every projected group from the boundary state.
 
     A prompt token needs nothing else from those layers. Keys are returned rotated, by the

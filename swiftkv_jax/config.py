@@ -364,7 +364,7 @@ class Config:
 
     @property
     def num_projected_groups(self) -> int:
-        """G: number of those that are projected from the boundary state."""
+        """P: number of those that are projected from the boundary state."""
         return (self.num_layers - self.first_projected_layer) // self.key_value_group_size
 
     def kv_group(self, layer: int) -> int:

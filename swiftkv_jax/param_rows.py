@@ -28,7 +28,7 @@ _STACKS: dict[str, Callable[[Config], Sequence[int]]] = {
     "U": lambda config: range(config.num_lower_layers, config.num_layers),
     "J": lambda config: tuple(group[0] for group in config.kv_groups),
     "M": lambda config: range(config.num_lower_layers, config.first_projected_layer),
-    "G": lambda config: range(
+    "P": lambda config: range(
         config.first_projected_layer, config.num_layers, config.key_value_group_size
     ),
 }
@@ -43,7 +43,7 @@ class Param:
 
     dims: str
     """The letters of its axes, separated by spaces. A stack of layers comes first: L, U, J, M or
-    G, or `?` in a class that serves both for L and for U."""
+    P, or `?` in a class that serves both for L and for U."""
     tensor: str
     """Name in a Hugging Face checkpoint; of a stacked parameter the part after
     `model.layers.<layer>.`, with `EXPERT` for an expert's number where each has its own tensor."""
@@ -88,7 +88,7 @@ class Param:
 
     def layers(self, config: Config) -> Sequence[int]:
         """The layers that the entries of its stack belong to: the first of each group for J and
-        G."""
+        P."""
         return _STACKS[self.axes[0]](config)
 
     def shape(self, config: Config) -> tuple[int, ...]:

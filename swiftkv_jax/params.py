@@ -2,7 +2,7 @@
 
 Letters: V vocabulary, D model width, F MLP width, N query heads, K key/value heads, H head dim, L
 lower layers, U upper layers, J key/value groups of the upper layers (`Config.kv_groups`): M of
-layers of which prompts run the attention, G projected from the boundary state.
+layers of which prompts run the attention, P projected from the boundary state.
 E experts of an MLP, each F wide. Nq and Kq are the scales of the norms of queries and keys: H, or
 N H and K H.
 
@@ -163,8 +163,8 @@ class SwiftKV:
     mix: Annotated[Leaf, value_mix("U K H H", "self_attn.mix_swiftkv.weight")] = None
     """A layer's values are `mix` times those of its group, per key/value head: exact wherever it is
     applied, so it is applied to what attention returns."""
-    k_tap: Annotated[Leaf, tap("G K H D", "self_attn.k_tap_swiftkv.weight")] = None
-    v_tap: Annotated[Leaf, tap("G K H D", "self_attn.v_tap_swiftkv.weight")] = None
+    k_tap: Annotated[Leaf, tap("P K H D", "self_attn.k_tap_swiftkv.weight")] = None
+    v_tap: Annotated[Leaf, tap("P K H D", "self_attn.v_tap_swiftkv.weight")] = None
     mlp_map: Annotated[
         Leaf,
         Param(

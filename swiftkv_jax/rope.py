@@ -94,7 +94,7 @@ def stack_tables(
 
 
 def group_table(config: Config, tables: Tables) -> Array | None:
-    """The rotary table of the projected groups' keys: one of 2 B T F for all, 2 B T G F where they
+    """The rotary table of the projected groups' keys: one of 2 B T F for all, 2 B T P F where they
     rotate differently, None where none rotates."""
     groups = config.kv_groups[config.prompt_attention_layers :]
     kinds = tuple(config.kind(group[0]) for group in groups)
