@@ -43,13 +43,16 @@ if TYPE_CHECKING:  # imported where it is used: `load` needs neither scipy nor t
 def load(
     path: str | os.PathLike[str],
     *,
+    revision: str | None = None,
     dtype: jnp.dtype | str | None = None,
     mesh: Mesh | None = None,
     quantization: Literal["none", "fp8", "int8"] | None = None,
 ) -> Model:
     """Load a Hugging Face directory (of a family in docs/models.md, or SwiftKV as the authors
-    publish it) or one written by `save`.
+    publish it), one written by `save`, or a model of the Hugging Face Hub.
 
+    Where nothing is at `path` and it is spelled ORGANISATION/NAME, that repository is downloaded
+    into the Hub's cache, at `revision`: a branch, a tag or a commit.
     `dtype` None is bfloat16 on accelerators and float32 on a CPU. With `mesh` (axes `data` and
     `model`) each weight is read straight into its shards. `quantization` fp8 or int8 quantises the
     layers' matrices per output channel while they are read, `"none"` dequantises those of a
@@ -58,7 +61,9 @@ def load(
     for inference. Raises `CheckpointError` for anything missing, damaged or unsupported.
     """
     from . import checkpoints
+    from .checkpoints.hub import local_path
 
+    path = local_path(path, revision)
     return checkpoints.load(path, dtype=dtype, mesh=mesh, quantization=quantization)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import cli
+from .cli.model_options import add_revision
 from .errors import DataError
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None, check: KernelCheck | None = None) ->
         metavar="DIR",
         help="check only what this checkpoint needs (default: all head dims and cache formats)",
     )
+    add_revision(parser)
     add("--json", type=Path, metavar="FILE", help="also write the verdicts here")
     args = parser.parse_args(argv)
     return cli.run(lambda: _run(args, check), parser)
@@ -58,8 +60,9 @@ def _run(args: argparse.Namespace, check: KernelCheck | None) -> int:
     config = None
     if args.model is not None:
         from .checkpoints import open_any
+        from .checkpoints.hub import local_path
 
-        config = open_any(args.model).config
+        config = open_any(local_path(args.model, args.revision)).config
     device = _device(check)
     kernels = device.implementation
     if reason := device.refused_reason:

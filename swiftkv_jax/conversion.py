@@ -21,6 +21,7 @@ from .checkpoints import is_orbax, open_any, orbax_io
 from .checkpoints.auxiliary import has_tokenizer
 from .checkpoints.hf_read import delta_config, open_delta, open_hf
 from .checkpoints.hf_write import write_hf
+from .checkpoints.hub import local_path
 from .checkpoints.quantization_config import read_quantization_config
 from .checkpoints.source import Source
 from .checkpoints.tensor_map import MappedLeaf
@@ -37,6 +38,11 @@ ORBAX, HUGGING_FACE, RUN = "Orbax", "Hugging Face", "training run"
 
 def main(args: argparse.Namespace) -> int:
     _return_freed_memory()
+    if args.command != "inspect":
+        check_free(args.dst)  # before a download
+    args.src = local_path(args.src, args.revision)
+    if args.base is not None:
+        args.base = local_path(args.base)
     return {"hf2orbax": _hf2orbax, "orbax2hf": _orbax2hf, "inspect": _inspect}[args.command](args)
 
 
@@ -69,7 +75,6 @@ def _hf2orbax(args: argparse.Namespace) -> int:
 
 
 def _orbax2hf(args: argparse.Namespace) -> int:
-    check_free(args.dst)
     kind, opened = _open(args)
     if kind == HUGGING_FACE and args.format == "full":
         raise CheckpointError(

@@ -16,6 +16,7 @@ import argparse
 from collections.abc import Sequence
 
 from . import cli
+from .cli.model_options import add_revision
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -34,7 +35,10 @@ def _parser() -> argparse.ArgumentParser:
     def command(name: str, text: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
         sub.set_defaults(command=name)
-        sub.add_argument("src", metavar="SRC", help="checkpoint directory to read")
+        sub.add_argument(
+            "src", metavar="SRC", help="model to read, a directory or a name on the Hub"
+        )
+        add_revision(sub)
         return sub
 
     def target(sub: argparse.ArgumentParser) -> None:

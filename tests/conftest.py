@@ -6,6 +6,7 @@ import os
 import signal
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # mistyped paths are not looked for on the Hub
 # Threads of XLA's CPU runtime: collectives between 8 devices need at least as many.
 os.environ.setdefault("PJRT_NPROC", "32")
 

@@ -4,12 +4,11 @@ the rest of an error message that begins with the path."""
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import CheckpointError
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _POINTER = b"version https://git-lfs"
 """How a Git LFS pointer begins: the text that stands for a large file which was not fetched."""
 _PICKLES = (".bin", ".pt", ".pth", ".pkl")
@@ -29,11 +28,7 @@ def missing(path: Path) -> str:
     """Say why a path that does not exist is no model."""
     if path.is_absolute():
         return "no such file or directory"
-    name, command = str(path), "`hf download NAME --local-dir DIR` gets one"
-    # The first part of a mistyped path is a folder.
-    if _HUB_NAME.fullmatch(name) and not path.parent.exists():
-        command = f"get it with `hf download {name} --local-dir {path.name}`"
-    return f"no such file or directory: models are local folders; {command}"
+    return "no such file or directory, and no name on the Hub, which is ORGANISATION/NAME"
 
 
 def not_a_directory(path: Path) -> str:
@@ -55,14 +50,23 @@ def without_weights(path: Path) -> str | None:
         return _adapter(path / ADAPTER)
     if found := [name for name in names if name.endswith(".gguf")]:
         return _gguf(f"{_first(found)}: ")
-    if found := [name for name in names if name.endswith(_PICKLES) and name != "training_args.bin"]:
-        return (
-            f"{_first(found)}: pickle files can run code; convert to safetensors, with "
-            f"save_pretrained of transformers, or get the model's safetensors files"
-        )
+    if reason := pickles(names):
+        return reason
     if (path / "snapshots").is_dir():
         return "a folder of the Hub's cache: give the folder of a revision within its snapshots/"
     return None
+
+
+def pickles(names: Iterable[str]) -> str | None:
+    """Say why weights in pickles among the files of these `names` are not read; None if there are
+    none."""
+    found = [name for name in names if name.endswith(_PICKLES) and name != "training_args.bin"]
+    if not found:
+        return None
+    return (
+        f"{_first(found)}: pickle files can run code; convert to safetensors, with "
+        f"save_pretrained of transformers, or get the model's safetensors files"
+    )
 
 
 def _gguf(which: str) -> str:

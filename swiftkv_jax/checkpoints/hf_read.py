@@ -31,7 +31,7 @@ from . import foreign, source
 from .auxiliary import load_tokenizer, read_auxiliary_files, read_json
 from .encoded import Tensor, join_tensors
 from .hf_write import BASE_DIGEST, DELTA, FORMAT, INDEX, SINGLE_FILE, base_model_digest, save_hf
-from .quantization_config import read_quantization_config
+from .quantization_config import MODELOPT, read_quantization_config
 from .safetensors_io import DTYPES, WIDE, Stored, read_header, same_values
 from .source import Quantization, Source
 from .tensor_map import MappedLeaf, by_name, check_no_problems, first_of, leaves, to_trees
@@ -52,7 +52,6 @@ _INERT = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 # Scales of a quantised KV cache, as vLLM and compressed-tensors name them.
 _CACHE_SCALE = re.compile(r"\.([kv]_scale|kv_scale|[kv]_proj\.output_scale)$")
 _CODES: dict[Format, str] = {"fp8": "F8_E4M3", "int8": "I8"}
-_MODELOPT = "hf_quant_config.json"
 _HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -138,9 +137,9 @@ def open_hf(path: str | os.PathLike[str], config: Config | None = None) -> Sourc
     path = Path(path)
     file_config, auxiliary_files, eos_token_ids = read_auxiliary_files(path)
     fields = auxiliary_files.hf_config.get("quantization_config")
-    if fields is None and (path / _MODELOPT).is_file():
+    if fields is None and (path / MODELOPT).is_file():
         raise CheckpointError(
-            f"{path / _MODELOPT}: weights that ModelOpt has quantised are not supported; get the "
+            f"{path / MODELOPT}: weights that ModelOpt has quantised are not supported; get the "
             f"model that they were made from, or one in another format"
         )
     stored, metadata = _read_weights(path)

@@ -22,6 +22,8 @@ from .weight_format import (
 )
 
 WHERE = "quantization_config"
+MODELOPT = "hf_quant_config.json"
+"""Where ModelOpt writes what else would be there."""
 
 _FP8 = {
     "activation_scheme": ("dynamic", "static", None),

@@ -61,7 +61,7 @@ def read_model(options: ModelOptions, mesh: Mesh | None) -> Model:
     path = options.path
     model = load(path, dtype=_dtype(options), mesh=mesh, quantization=options.quantization)
     _check_parts(options, model.swiftkv is not None, model.llama.upper_qkv is not None)
-    name = "demo" if options.model is None else path
+    name = "demo" if options.model is None else options.model
     logger.info("%s: %s", name, describe(model, model.uses_swiftkv(options.uses_swiftkv)))
     _check_tokenizer(model, path)
     return model

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from .. import demo
+from ..errors import UsageError
 from ..mesh_shape import MeshShape, parse_mesh
 from ..pallas_kernels import IMPLEMENTATIONS, Implementation
 
@@ -28,7 +30,7 @@ class ModelOptions:
     or the device."""
 
     model: Path | None = None
-    """Checkpoint directory; None is the demo model."""
+    """Checkpoint directory, or a name on the Hub; None is the demo model."""
     swiftkv: str = "auto"
     """A key of `SWIFTKV_CHOICES`."""
     dtype: str | None = None
@@ -41,6 +43,8 @@ class ModelOptions:
     process_id: int | None = None
     compile_cache: str | None = None
     """Folder of compiled programs; None keeps none."""
+    revision: str | None = None
+    """Of a model on the Hub."""
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Self:
@@ -54,13 +58,29 @@ class ModelOptions:
             given["compile_cache"] = None
         return cls(**given)
 
-    @property
+    @functools.cached_property
     def path(self) -> Path:
         """The checkpoint directory; of the output folder of a run or a calibration, the exported
-        model."""
+        model. A model on the Hub is downloaded. Raises `CheckpointError` if that fails."""
+        from ..checkpoints.hub import local_path
         from ..checkpoints.training_run import exported_model
 
-        return demo.SWIFTKV if self.model is None else exported_model(self.model)
+        if self.model is None:
+            if self.revision is not None:
+                raise UsageError(f"`revision`={self.revision} goes with `model`")
+            return demo.SWIFTKV
+        return exported_model(local_path(self.model, self.revision))
+
+    @property
+    def name(self) -> str:
+        """What the model is called: its name on the Hub, or that of its folder."""
+        from ..checkpoints.hub import is_repository, repository_of
+
+        if self.model is not None and is_repository(self.model):
+            return str(self.model)
+        path = self.path.resolve()
+        repository = repository_of(path)
+        return path.name if repository is None else repository[0]
 
     @property
     def uses_swiftkv(self) -> bool | None:
@@ -78,8 +98,9 @@ def add_model_arguments(parser: argparse._ActionsContainer, *, demo: bool = True
         type=Path,
         metavar="DIR",
         required=not demo,
-        help=f"checkpoint, Hugging Face or Orbax{default}",
+        help=f"checkpoint, Hugging Face or Orbax, or its name on the Hub{default}",
     )
+    add_revision(parser)
     add(
         "--swiftkv",
         choices=SWIFTKV_CHOICES,
@@ -116,6 +137,15 @@ def add_model_arguments(parser: argparse._ActionsContainer, *, demo: bool = True
         help=f"where compiled programs are kept, or {NO_CACHE} (default: {DEFAULT_COMPILE_CACHE})",
     )
     add_process_arguments(parser)
+
+
+def add_revision(parser: argparse._ActionsContainer) -> None:
+    """The argument `revision` of `checkpoints.hub.local_path`."""
+    parser.add_argument(
+        "--revision",
+        metavar="NAME",
+        help="branch, tag or commit of a model on the Hub (default: main)",
+    )
 
 
 def add_process_arguments(parser: argparse._ActionsContainer) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from .. import cli
 from ..attention import Attention
 from ..checkpoints import load, open_any
+from ..checkpoints.hub import local_path, repository_of
 from ..cli.devices import join_and_emulate
 from ..config import Config
 from ..distributed import check_all_take_part, is_main_process
@@ -43,6 +44,7 @@ class AnalyzeOptions:
 
     model: str | None
     """None is the demo model."""
+    revision: str | None
     data: tuple[str, ...]
     cuts: str
     groups: str
@@ -148,7 +150,7 @@ def settle(options: AnalyzeOptions) -> SweepSettings:
     if options.model and not options.data:
         raise UsageError("`model` also needs `data`")
     check_calibration_tokens(options.calibration_tokens, options.init)
-    model = options.model or DEMO.model
+    model = str(local_path(options.model or DEMO.model, options.revision))
     found = open_any(model).config
     config = found.cut(found.num_layers)
     named = parse_cuts(options.cuts, config.num_layers)
@@ -163,7 +165,9 @@ def settle(options: AnalyzeOptions) -> SweepSettings:
         raise UsageError(f"`groups`={options.groups}: none fits at any of the cuts: {why}")
     for reason in reasons.values():
         logger.warning("left out: %s", reason)
-    folder = options.output_dir or Path("runs") / f"analyze-{Path(model).resolve().name}"
+    repository = repository_of(Path(model))
+    name = Path(repository[0] if repository else model).resolve().name
+    folder = options.output_dir or Path("runs") / f"analyze-{name}"
     data, length = options.data or DEMO.data, checked_lengths(options, config)
     return SweepSettings(model, data, config, cuts, named, length, folder)
 

@@ -15,13 +15,19 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
+from ..cli.model_options import add_revision
 from .arguments import add_dtype
 from .recipe import TOKENS_PER_DIMENSION, Init, Recipe
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     flag = parser.add_argument
-    flag("--model", help="checkpoint to analyse, Hugging Face or Orbax (default: the demo model)")
+    flag(
+        "--model",
+        help="checkpoint to analyse, Hugging Face or Orbax, or its name on the Hub (default: the "
+        "demo model)",
+    )
+    add_revision(parser)
     flag(
         "--data",
         action="append",

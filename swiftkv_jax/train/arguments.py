@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, get_args
 
-from ..cli.model_options import add_process_arguments
+from ..cli.model_options import add_process_arguments, add_revision
 from ..config import GENERATED_KV
 from ..errors import UsageError
 from ..pallas_kernels import IMPLEMENTATIONS
@@ -17,7 +17,7 @@ from .recipe import DEMO, RECIPES, Init, Recipe
 
 PROCESS_ARGUMENTS = "coordinator_address", "num_processes", "process_id"
 """Names of what `add_process_arguments` adds."""
-NOT_IN_RECIPE = "recipe", "dry_run", "topology", "keep_delta", *PROCESS_ARGUMENTS
+NOT_IN_RECIPE = "recipe", "revision", "dry_run", "topology", "keep_delta", *PROCESS_ARGUMENTS
 """Names of arguments that are no fields of `Recipe`."""
 
 
@@ -35,9 +35,10 @@ def add_model_and_data(parser: argparse._ActionsContainer) -> None:
     flag = parser.add_argument
     flag(
         "--model",
-        help="checkpoint to distil, Hugging Face or Orbax; with --dry-run also one "
-        f"of {', '.join(PRESETS)} (default: demo)",
+        help="checkpoint to distil, Hugging Face or Orbax, or its name on the Hub; with --dry-run "
+        f"also one of {', '.join(PRESETS)} (default: demo)",
     )
+    add_revision(parser)
     add_cut(parser, "train for, and export,")
     flag(
         "--data",
@@ -345,6 +346,8 @@ def make_recipe(
     if given.get("max_steps") is not None and "num_train_epochs" in given:
         raise UsageError("give `max_steps` or `num_train_epochs`, not both")
     if args.model is None:
+        if args.revision is not None:
+            raise UsageError(f"`revision`={args.revision} goes with `model`")
         if "num_train_epochs" in given:
             given["max_steps"] = None  # the demo's own number of steps
         if args.data is not None and args.eval_data is None:
@@ -359,7 +362,11 @@ def make_recipe(
         )
     elif missing := [text for name, text in _NEEDED.items() if getattr(args, name) is None]:
         raise UsageError(f"`model` also needs {' and '.join(missing)}")
-    return Recipe(**given)
+    recipe = Recipe(**given)  # what is wrong with it is said before a download
+    from ..checkpoints.hub import local_path  # imports JAX
+
+    model = local_path(args.model, args.revision, weights=not args.dry_run)
+    return dataclasses.replace(recipe, model=str(model))
 
 
 def _resume(text: str) -> str | int:

@@ -19,14 +19,18 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..cli.model_options import add_process_arguments
+from ..cli.model_options import add_process_arguments, add_revision
 from .arguments import add_cut, add_dtype, add_max_length, add_max_unreadable_share
 from .recipe import Recipe
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     flag = parser.add_argument
-    flag("--model", help="checkpoint, Hugging Face or Orbax (default: the demo model)")
+    flag(
+        "--model",
+        help="checkpoint, Hugging Face or Orbax, or its name on the Hub (default: the demo model)",
+    )
+    add_revision(parser)
     flag(
         "--data",
         action="append",

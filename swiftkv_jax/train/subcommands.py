@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from .. import cli
 from ..cli import flags_elsewhere
+from ..cli.model_options import add_revision
 from . import analyze_arguments, calibrate_arguments
 from .recipe import Recipe
 
@@ -24,6 +25,7 @@ def add_prepare_flags(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="checkpoint whose tokenizer and chat template are used",
     )
+    add_revision(parser)
     flag(
         "--data",
         required=True,
@@ -57,6 +59,7 @@ def add_show_flags(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="checkpoint whose tokenizer the data was prepared with",
     )
+    add_revision(parser)
     parser.add_argument(
         "--rows", type=int, default=3, help="number of rows, from the first (default: %(default)s)"
     )

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import cast
 
 import jax
@@ -15,6 +14,7 @@ from jax.sharding import Mesh
 
 from ...cache import cache_dtype
 from ...checkpoints.auxiliary import read_auxiliary_files
+from ...checkpoints.hub import local_path
 from ...cli.devices import setup_devices
 from ...cli.model_loading import load_model, read_model
 from ...config import Config
@@ -147,12 +147,13 @@ def _dummy_config(options: BenchOptions) -> tuple[Config, str]:
     name = options.config or str(options.model.model)
     if name in PRESETS:
         return PRESETS[name], name
-    if not (Path(name) / "config.json").is_file():
+    folder = local_path(name, options.model.revision, weights=False)
+    if not (folder / "config.json").is_file():
         raise UsageError(
             f"`config`={name}: neither a preset ({', '.join(PRESETS)}) nor a folder with a "
             f"config.json"
         )
-    return read_auxiliary_files(Path(name))[0], name
+    return read_auxiliary_files(folder)[0], name
 
 
 # Memory -----------------------------------------------------------------------

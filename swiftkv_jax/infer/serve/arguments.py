@@ -28,7 +28,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add all arguments of the server, in groups; `ServerOptions` says more about each."""
     parser.usage = f"{parser.prog} [DIR] [options]"
     parser.add_argument(
-        "directory", nargs="?", type=Path, metavar="DIR", help="checkpoint, the same as --model"
+        "directory", nargs="?", type=Path, metavar="DIR", help="model, the same as --model"
     )
     add_model_arguments(parser.add_argument_group("model"))
     add_names_and_formats(parser.add_argument_group("names and formats"))
@@ -52,8 +52,8 @@ def add_names_and_formats(parser: argparse._ActionsContainer) -> None:
         "--served-model-name",
         action="append",
         metavar="NAME",
-        help="name of the model in the API; repeat to accept further ones (default: that of the "
-        "folder)",
+        help="name of the model in the API; repeat to accept further ones (default: that on "
+        "the Hub, or of the folder)",
     )
     add_chat_template_argument(parser)
     _add_listed(

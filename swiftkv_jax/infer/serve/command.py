@@ -101,7 +101,7 @@ def main(args: argparse.Namespace) -> int:
             scheme = "http" if options.ssl_certfile is None else "https"
             at = f"{scheme}://{host}:{listener.getsockname()[1]}"
         logger.info(f"listening on {at}")
-        name = model_options.path.resolve().name
+        name = model_options.name
         again = None if args.api_key_file is None else (lambda: _keys(args))
         with asyncio.Runner(loop_factory=server.loop_factory()) as runner:
             served = server.serve(
@@ -114,6 +114,7 @@ def main(args: argparse.Namespace) -> int:
                     args.uds.unlink(missing_ok=True)
 
     if announces_several(model_options.coordinator_address):
+        open_model(model_options)  # a download ends before the others are waited for
         return processes.run(model_options, engine_options, options.stall_timeout, load, serve)
     return serve(lambda report: load(setup_model_devices(model_options), report))
 

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ... import cli
+from ...checkpoints.hub import repository_of
 from ...cli.model_loading import setup_model_devices
 from ...cli.model_options import ModelOptions
 from ...distributed import coordinator_host, run_on_process_0
@@ -148,6 +149,7 @@ def _end_with(error: Exception, followers: Followers | None) -> NoReturn:
 def _facts(model_options: ModelOptions, engine_options: EngineOptions) -> dict[str, str]:
     """What has to be equal in all processes, by name."""
     found = {name: str(importlib.metadata.version(name)) for name in PACKAGES}
+    found["commit"] = str(repository_of(model_options.path))  # where a branch has moved meanwhile
     for options in (model_options, engine_options):
         names = (field.name for field in dataclasses.fields(options))
         found |= {name: str(getattr(options, name)) for name in names if name not in _OWN}

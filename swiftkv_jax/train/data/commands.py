@@ -15,6 +15,7 @@ import numpy as np
 
 from ... import cli
 from ...checkpoints.auxiliary import load_tokenizer, read_auxiliary_files
+from ...checkpoints.hub import local_path
 from ...errors import UsageError
 from .dataset import PackedDataset, is_packed_dataset
 from .packing import PackedRow
@@ -34,7 +35,7 @@ def prepare(args: argparse.Namespace) -> int:
     if args.max_length < 2:
         raise UsageError(f"`max_length`={args.max_length}: must be at least 2")
     sources = [parse_source(text) for text in args.data]
-    tokenizer = _tokenizer(args.model)
+    tokenizer = _tokenizer(args)
     paths = (
         [args.output_dir]
         if len(sources) == 1
@@ -62,7 +63,7 @@ def prepare(args: argparse.Namespace) -> int:
 
 def show(args: argparse.Namespace) -> int:
     """Print the first rows of a packed dataset as text, with what is to be predicted marked."""
-    dataset, tokenizer = PackedDataset(args.folder), _tokenizer(args.model)
+    dataset, tokenizer = PackedDataset(args.folder), _tokenizer(args)
     check_dataset(dataset, dataset.manifest.length, tokenizer_fingerprint(tokenizer))
     marks = (
         (_GREEN, _PLAIN) if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else ("[[", "]]")
@@ -80,10 +81,11 @@ def show(args: argparse.Namespace) -> int:
     return cli.OK
 
 
-def _tokenizer(model: Path) -> Any:
+def _tokenizer(args: argparse.Namespace) -> Any:
+    model = local_path(args.model, args.revision, weights=False)
     tokenizer = load_tokenizer(model, read_auxiliary_files(model)[1])
     if tokenizer is None:
-        raise UsageError(f"`model`={model}: it has no tokenizer")
+        raise UsageError(f"`model`={args.model}: it has no tokenizer")
     return tokenizer
 
 

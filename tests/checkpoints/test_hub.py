@@ -1,0 +1,322 @@
+"""Models by their names on the Hub, which a server in this process stands in for."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+
+import swiftkv_jax as skv
+from swiftkv_jax import CheckpointError, cli, convert
+from swiftkv_jax.checkpoints.hub import local_path, repository_of
+from swiftkv_jax.cli.model_options import ModelOptions
+from swiftkv_jax.errors import UsageError
+from tests.checkpoints.hf_models import TIED, UNTIED, assert_same_models
+from tests.checkpoints.hub_server import TOKEN, Hub, commit_of, hub
+
+NAME = "org/llama"
+OTHERS = (
+    "README.md",
+    "pytorch_model.bin",
+    "original/consolidated.00.pth",
+    "original/model.safetensors",
+    "consolidated.safetensors",
+    "onnx/model.onnx",
+    "model-q4_k_m.gguf",
+    "tokenizer.py",
+)
+"""Files that no model here is read from."""
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch) -> Iterator[Hub]:
+    """A hub with the repository `NAME`, and an empty cache. The test runs in an empty folder."""
+    with hub(tmp_path / "hub") as running:
+        add(running, NAME, UNTIED, OTHERS)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        set_endpoint(monkeypatch, running.url)
+        (tmp_path / "here").mkdir()
+        monkeypatch.chdir(tmp_path / "here")
+        yield running
+
+
+def set_endpoint(monkeypatch, url: str) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    template = url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+
+def add(server: Hub, name: str, model: Path | None, others=(), revision: str = "main") -> Path:
+    """A revision of a repository, with the files of a model and `others`, whose content is their
+    name."""
+    folder = server.folder / name / revision
+    folder.mkdir(parents=True)
+    if model is not None:
+        shutil.copytree(model, folder, dirs_exist_ok=True)
+    for other in (*others, ".gitattributes"):
+        (folder / other).parent.mkdir(exist_ok=True)
+        (folder / other).write_text(other)
+    return folder
+
+
+def error_of(model: str, revision: str | None = None) -> str:
+    """The message, after the name and what all have in common. One line."""
+    with pytest.raises(CheckpointError) as error:
+        local_path(model, revision)
+    text = str(error.value)
+    assert "\n" not in text and text.startswith(f"{model}: "), text
+    return text.removeprefix(f"{model}: ").removeprefix("no such file or folder, and ")
+
+
+def test_what_is_needed_is_downloaded_once(server):
+    assert_same_models(skv.load(NAME), skv.load(UNTIED))
+    needed = {".gitattributes", *os.listdir(UNTIED)}
+    assert server.downloaded() == sorted(needed)
+    server.requests.clear()
+    assert_same_models(skv.load(NAME), skv.load(UNTIED))
+    assert server.downloaded() == []
+
+
+def test_tokenizers_templates_and_shards(server):
+    folder = add(server, "org/sharded", UNTIED, ["model-extra.safetensors"])
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    side = ["tokenizer.json", "merges.txt", "chat_template.jinja", "generation_config.json"]
+    side += ["additional_chat_templates/tool_use.jinja", "hf_quant_config.json"]
+    for name in side:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(name))
+    path = local_path("org/sharded")
+    needed = {".gitattributes", "config.json", "model.safetensors.index.json", *side}
+    assert set(server.downloaded()) == needed | {"model-00001-of-00001.safetensors"}
+    assert (path / "additional_chat_templates" / "tool_use.jinja").is_file()
+    server.requests.clear()
+    local_path(NAME, weights=False)
+    assert "model.safetensors" not in server.downloaded()
+    assert "config.json" in server.downloaded()
+
+
+def test_a_folder_comes_first(server):
+    shutil.copytree(TIED, NAME)
+    assert local_path(NAME) == Path(NAME)
+    assert_same_models(skv.load(NAME), skv.load(TIED))
+    with pytest.raises(UsageError, match=f"`revision`=main: {NAME} is not a name on the Hub"):
+        skv.load(NAME, revision="main")
+    assert server.requests == []
+
+
+@pytest.mark.parametrize("path", ["llama", "../a", "a/b/c", "a b/c", "/nowhere/llama", "a/.b"])
+def test_paths_that_are_no_names(path, server):
+    with pytest.raises(CheckpointError, match=f"^{path}: no such file or directory"):
+        skv.load(path)
+    assert server.requests == []
+
+
+def test_revisions(server):
+    add(server, NAME, TIED, revision="v2")
+    assert_same_models(skv.load(NAME, revision="v2"), skv.load(TIED))
+    assert_same_models(skv.load(NAME, revision=commit_of(NAME, "v2")), skv.load(TIED))
+    assert_same_models(skv.load(NAME), skv.load(UNTIED))
+    assert error_of(NAME, "v3") == (
+        "on the Hub it has no revision v3: give a branch, a tag or a commit"
+    )
+
+
+def test_without_a_connection_the_cache_serves(server, monkeypatch):
+    path = local_path(NAME)
+    server.status = 503
+    assert local_path(NAME) == path
+    set_endpoint(monkeypatch, "http://127.0.0.1:1")
+    assert local_path(NAME) == path
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert local_path(NAME) == path
+    (path / "model.safetensors").unlink()
+    assert "it is not in the cache" in error_of(NAME)
+
+
+def test_a_part_that_was_interrupted_is_completed(server):
+    path = local_path(NAME)
+    (path / "model.safetensors").unlink()
+    assert_same_models(skv.load(local_path(NAME)), skv.load(UNTIED))
+
+
+def test_offline(server, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    cache = constants.HF_HUB_CACHE
+    assert error_of("runs/8b") == (
+        f"as a name on the Hub it is not in the cache {cache}, or not whole: unset "
+        f"HF_HUB_OFFLINE to download it"
+    )
+    assert "its revision v2 is not in the cache" in error_of(NAME, "v2")
+    assert server.requests == []
+
+
+def test_no_network(server, monkeypatch):
+    set_endpoint(monkeypatch, "http://127.0.0.1:1")
+    text = error_of("runs/8b")
+    assert text.startswith("the Hub at http://127.0.0.1:1 cannot be reached (")
+    assert text.endswith(f"refused); it is not in the cache {constants.HF_HUB_CACHE}")
+
+
+def test_an_unknown_repository(server, monkeypatch):
+    what = f"no such repository at {server.url}"
+    log_in = "log in by `hf auth login`, or set HF_TOKEN"
+    assert error_of("runs/8b") == f"{what}, or it is private: {log_in}"
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert error_of("runs/8b") == f"{what}, or the account of the token may not read it"
+
+
+def test_a_private_repository(server, monkeypatch):
+    server.private = {NAME}
+    assert "or it is private" in error_of(NAME)
+
+
+def test_a_gated_repository(server, monkeypatch):
+    server.gated = {NAME}
+    accept = f"on the Hub it is gated: accept its terms at {server.url}/{NAME}"
+    log_in = "log in by `hf auth login`, or set HF_TOKEN"
+    assert error_of(NAME) == f"{accept} and {log_in}"
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert error_of(NAME) == f"{accept} with its account"
+
+
+def test_a_wrong_token(server, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    assert error_of(NAME) == (
+        f"{server.url} refuses the token (401): log in by `hf auth login`, or set HF_TOKEN to one "
+        f"that is valid"
+    )
+
+
+@pytest.mark.parametrize(
+    "status, text",
+    [
+        (403, "refuses it (403): the token needs the permission to read org/llama"),
+        (429, "answered 429: try again later"),
+        (500, "answered 500: try again later"),
+    ],
+)
+def test_other_answers(status, text, server):
+    server.status = status
+    assert error_of(NAME) == f"{server.url} {text}"
+
+
+def test_a_full_disk(server, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(huggingface_hub.file_download, "http_get", fail)
+    assert error_of(NAME) == (
+        f"no space is left for it in {constants.HF_HUB_CACHE}: free some, or set HF_HOME to a "
+        f"folder with more; what has arrived is kept"
+    )
+
+
+def test_a_cache_that_cannot_be_written(server, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "file" / "hub"))
+    assert error_of(NAME) == (
+        f"the cache {tmp_path}/file/hub cannot be written: set HF_HOME to a folder that can"
+    )
+
+
+def test_a_name_that_none_can_have(server):
+    assert error_of("org/a--b") == "no repository of the Hub can have this name"
+
+
+@pytest.mark.parametrize(
+    "files, text",
+    [
+        (["config.json", "pytorch_model.bin"], "pytorch_model.bin: pickle files can run code"),
+        (["README.md"], "no weights in the repository: looked for model.safetensors.index.json"),
+        (["m-Q8_0.gguf", "mmproj.gguf"], "GGUF files only: name one, such as org/x:m-Q8_0.gguf"),
+        (["adapter_config.json"], "adapter_config.json: an adapter, not a model"),
+    ],
+)
+def test_a_repository_without_weights_that_are_read(files, text, server):
+    add(server, "org/x", None, files)
+    assert error_of("org/x").startswith(text)
+    assert not {"pytorch_model.bin", "m-Q8_0.gguf"} & set(server.downloaded())
+
+
+GGUFS = ["m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "m.f16.gguf", "mmproj-f16.gguf", "big/m-bf16.gguf"]
+
+
+@pytest.mark.parametrize(
+    "wanted, file",
+    [
+        ("Q4_K_M", "m-Q4_K_M.gguf"),
+        ("q4_k_s", "m-Q4_K_S.gguf"),
+        ("F16", "m.f16.gguf"),
+        ("m-Q4_K_M.gguf", "m-Q4_K_M.gguf"),
+        ("big/m-bf16.gguf", "big/m-bf16.gguf"),
+        ("BF16", "big/m-bf16.gguf"),
+    ],
+)
+def test_a_gguf_file(wanted, file, server, monkeypatch):
+    add(server, "org/ggufs", UNTIED, GGUFS)
+    path = local_path(f"org/ggufs:{wanted}")
+    assert path.read_text() == file, path
+    assert repository_of(path) == ("org/ggufs", commit_of("org/ggufs", "main"))
+    assert [name for name in server.downloaded() if name.endswith(".gguf")] == [file]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert local_path(f"org/ggufs:{wanted}") == path
+
+
+def test_gguf_files_that_are_not_there(server):
+    add(server, "org/ggufs", None, [*GGUFS, "m-UD-Q4_K_M.gguf"])
+    with pytest.raises(CheckpointError) as error:
+        local_path("org/ggufs:Q8_0")
+    assert str(error.value).startswith(
+        "org/ggufs:Q8_0: the repository has no such GGUF file: big/m-bf16.gguf, m-Q4_K_M.gguf, "
+    )
+    with pytest.raises(CheckpointError, match="several such GGUF files, of which one has to be"):
+        local_path("org/ggufs:Q4_K_M")
+
+
+def test_names_of_models(server, tmp_path):
+    assert ModelOptions(model=Path(NAME)).name == NAME
+    assert ModelOptions(model=Path("org/ggufs:Q4")).name == "org/ggufs:Q4"
+    assert ModelOptions(model=local_path(NAME)).name == NAME  # the folder in the cache
+    assert ModelOptions(model=UNTIED).name == UNTIED.name
+    assert ModelOptions().name == "swiftkv"
+    with pytest.raises(UsageError, match="`revision`=v2 goes with `model`"):
+        _ = ModelOptions(revision="v2").path
+    assert repository_of(tmp_path) is None
+
+
+def test_inspect(server, capsys):
+    add(server, NAME, TIED, revision="v2")
+    assert convert.main(["inspect", NAME, "--revision", "v2"]) == cli.OK
+    assert "group_size   2" in capsys.readouterr().out
+    assert convert.main(["inspect", "runs/8b"]) == cli.BAD_CHECKPOINT
+    assert capsys.readouterr().err.startswith(
+        f"error: runs/8b: no such file or folder, and no such repository at {server.url}"
+    )
+
+
+def test_the_environment_is_obeyed(server, tmp_path):
+    """In a new process, whose variables `huggingface_hub` reads: progress and the commit on
+    standard error, nothing of it on standard output."""
+    server.private = {NAME}
+    env = os.environ | {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "home")}
+    env |= {"HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
+    command = [sys.executable, "-m", "swiftkv_jax.convert", "inspect", NAME]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    folder = (
+        tmp_path / "home" / "hub" / "models--org--llama" / "snapshots" / commit_of(NAME, "main")
+    )
+    assert f"{NAME}: commit {folder.name} in {folder}" in done.stderr
+    assert done.stdout.startswith("kind ")
