@@ -276,7 +276,8 @@ class Calibrated(NamedTuple):
 
     model: Model
     layers: tuple[LayerFit, ...]
-    """How well the upper layers' keys and values are fitted."""
+    """How well the keys and values of the upper layers are fitted, except those of
+    `prompt_attention_layers`, which stay the teacher's."""
 
 
 def calibrate(
@@ -285,13 +286,16 @@ def calibrate(
     num_key_value_layers: int,
     key_value_group_size: int = 1,
     *,
+    prompt_attention_layers: int = 0,
+    boundary_taps: int = 0,
     generated_kv: GeneratedKV | None = None,
     exact_tail: int | None = None,
     max_length: int = 2048,
     batch_size: int = 1,
 ) -> Calibrated:
     """A student in closed form, without training: the upper layers' keys and values by least
-    squares from the hidden state that enters the first of them (see `calibration`).
+    squares from the hidden state that enters the first of them (see `calibration`), improved by
+    the attention of `prompt_attention_layers` and by `boundary_taps` (see `Config`).
 
     `data` are texts, for a model with a tokenizer, or rows of token ids; about 256 tokens per entry
     of the hidden state suffice. They are packed into rows of at most `max_length` tokens, of which
@@ -306,7 +310,9 @@ def calibrate(
     from . import calibration
     from .train.data.batches import calibration_batches
 
-    config = cut_of(model, num_key_value_layers, key_value_group_size)
+    config = cut_of(
+        model, num_key_value_layers, key_value_group_size, prompt_attention_layers, boundary_taps
+    )
     config = choose_generated_kv(config, generated_kv, exact_tail)
     refuse_quantized(model.llama, "calibrate")
     if config.num_upper_layers == 0:

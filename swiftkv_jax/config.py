@@ -28,14 +28,12 @@ QKNorm = Literal["head", "all"]
 NormOrder = Literal["pre", "post", "both"]
 Activation = Literal["silu", "gelu_tanh"]
 _POSITIVE = (
-    "norm_eps",
-    "embed_scale",
-    "residual_scale",
-    "query_scale",
-    "score_cap",
-    "logit_divisor",
-    "logit_cap",
-)
+    "norm_eps embed_scale residual_scale query_scale score_cap logit_divisor logit_cap"
+).split()
+_SIZES = (
+    "vocab_size embed_dim mlp_dim num_layers num_heads num_kv_heads head_dim "
+    "max_position_embeddings"
+).split()
 
 MAX_LAYERS = 1_000
 """Far more than any model has. Names, programs and lists grow with the layers, so a wrong number in
@@ -138,16 +136,7 @@ class Config:
     therefore run through all layers; needs `own`."""
 
     def __post_init__(self):
-        for field in (
-            "vocab_size",
-            "embed_dim",
-            "mlp_dim",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "max_position_embeddings",
-        ):
+        for field in _SIZES:
             largest = MAX_LAYERS if field == "num_layers" else 2**31 - 1
             if not 1 <= getattr(self, field) <= largest:
                 raise ConfigError(f"{field}={getattr(self, field)} must be from 1 to {largest}")
@@ -380,18 +369,30 @@ class Config:
         of upper layers."""
         return self.num_lower_layers + self.num_kv_groups
 
-    def cut(self, num_key_value_layers: int, key_value_group_size: int = 1) -> Config:
-        """The same Llama with another SwiftKV cut, without prompt attention layers and taps if it
-        is another. Raises `ConfigError` if the cut does not fit the layers."""
+    def cut(
+        self,
+        num_key_value_layers: int,
+        key_value_group_size: int = 1,
+        *,
+        prompt_attention_layers: int | None = None,
+        boundary_taps: int | None = None,
+    ) -> Config:
+        """The same Llama with another SwiftKV cut. Prompt attention layers and taps that are None
+        stay as they are at the cut that it has, and are 0 at another. Raises `ConfigError` if the
+        cut does not fit the layers."""
         same = (num_key_value_layers, key_value_group_size) == (
             self.num_key_value_layers,
             self.key_value_group_size,
         )
+        alone, taps = prompt_attention_layers, boundary_taps
+        alone = (self.prompt_attention_layers if same else 0) if alone is None else alone
+        taps = (self.boundary_taps if same else 0) if taps is None else taps
+        same = same and alone == self.prompt_attention_layers
         return dataclasses.replace(
             self,
             num_key_value_layers=num_key_value_layers,
             key_value_group_size=key_value_group_size,
             shared_kv_heads=self.shared_kv_heads if same else None,
-            prompt_attention_layers=self.prompt_attention_layers if same else 0,
-            boundary_taps=self.boundary_taps if same else 0,
+            prompt_attention_layers=alone,
+            boundary_taps=taps,
         )

@@ -10,10 +10,16 @@ from .errors import ConfigError, UsageError
 
 
 def choose_cut(
-    config: Config, num_key_value_layers: int | None = None, key_value_group_size: int | None = None
+    config: Config,
+    num_key_value_layers: int | None = None,
+    key_value_group_size: int | None = None,
+    *,
+    prompt_attention_layers: int | None = None,
+    boundary_taps: int | None = None,
 ) -> Config:
     """The architecture at the given cut. Numbers that are None are those of the cut that `config`
-    has; without one, half of the layers are upper layers, without groups.
+    has; without one, half of the layers are upper layers, without groups, prompt attention layers
+    and taps.
 
     Raises `UsageError` if the layers cannot be cut so.
     """
@@ -23,11 +29,13 @@ def choose_cut(
     group = key_value_group_size
     if group is None:
         group = config.key_value_group_size if layers == config.num_key_value_layers else 1
+    alone = prompt_attention_layers
     try:
-        return config.cut(layers, group)
+        return config.cut(layers, group, prompt_attention_layers=alone, boundary_taps=boundary_taps)
     except ConfigError as error:
+        more = f", `prompt_attention_layers`={alone}" if alone else ""
         raise UsageError(
-            f"`num_key_value_layers`={layers} with `key_value_group_size`={group}: {error}"
+            f"`num_key_value_layers`={layers} with `key_value_group_size`={group}{more}: {error}"
         ) from None
 
 

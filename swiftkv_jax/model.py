@@ -112,7 +112,13 @@ def default_dtype() -> jnp.dtype:
     return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
 
 
-def cut_of(model: Model, num_key_value_layers: int, key_value_group_size: int) -> Config:
+def cut_of(
+    model: Model,
+    num_key_value_layers: int,
+    key_value_group_size: int,
+    prompt_attention_layers: int = 0,
+    boundary_taps: int = 0,
+) -> Config:
     """The architecture of `model` at a cut, for a fresh delta. Raises `ConfigError` if the cut does
     not fit, and `UsageError` if `model` is none."""
     check_model(model)
@@ -126,18 +132,34 @@ def cut_of(model: Model, num_key_value_layers: int, key_value_group_size: int) -
         raise ConfigError(
             f"{num_key_value_layers=} must be from 1 to num_layers={model.config.num_layers}"
         )
-    config = model.config.cut(num_key_value_layers, key_value_group_size)
+    config = model.config.cut(
+        num_key_value_layers,
+        key_value_group_size,
+        prompt_attention_layers=prompt_attention_layers,
+        boundary_taps=boundary_taps,
+    )
     return dataclasses.replace(config, shared_kv_heads=None)
 
 
-def add_swiftkv(model: Model, num_key_value_layers: int, key_value_group_size: int = 1) -> Model:
+def add_swiftkv(
+    model: Model,
+    num_key_value_layers: int,
+    key_value_group_size: int = 1,
+    *,
+    prompt_attention_layers: int = 0,
+    boundary_taps: int = 0,
+) -> Model:
     """Give a model a fresh delta, copied from its own teacher (`initialization.init_swiftkv`).
 
     The first `num_key_value_layers` layers keep their keys and values; the others share one
-    projection per `key_value_group_size` layers. Any delta the model has is left behind. Raises
-    `ConfigError` if the cut does not fit and `UsageError` if the model is quantised, or none.
+    projection per `key_value_group_size` layers, after `prompt_attention_layers` of which prompts
+    run the attention and with `boundary_taps` (see `Config`). Any delta the model has is left
+    behind. Raises `ConfigError` if the cut does not fit and `UsageError` if the model is quantised,
+    or none.
     """
-    config = cut_of(model, num_key_value_layers, key_value_group_size)
+    config = cut_of(
+        model, num_key_value_layers, key_value_group_size, prompt_attention_layers, boundary_taps
+    )
     refuse_quantized(model.llama, "add_swiftkv")
     llama = split_layers(config, model.llama)
     delta = init_swiftkv(config, llama) if config.num_upper_layers else None

@@ -1,11 +1,13 @@
 """A delta in closed form: the upper layers' keys and values by least squares from the hidden
 state that enters layer K, on some ten thousand tokens of text, without training.
 
-`moments` gathers second moments in one pass of the teacher per batch, `solve` has the formulas,
-`delta` makes the delta from them, and `attenuation` scales its queries where they need it.
+`maps` fits what stands in for MLPs between that state and the projections, `moments` gathers second
+moments in one pass of the teacher per batch, `solve` has the formulas, `delta` makes the delta from
+them, and `attenuation` scales its queries where they need it.
 
 Cost: one forward pass, of which the products for the moments are a few percent, and a factorisation
-of one D x D matrix per upper layer on the host; where `attenuation` is needed, a second pass over
+of one D x D matrix per upper layer on the host, 2D x 2D with taps; for each map a pass before that,
+through the lower layers and those up to the map's; where `attenuation` is needed, a pass over
 `SLOPE_TOKENS`.
 """
 
@@ -25,6 +27,7 @@ from ..errors import ConfigError
 from ..params import Llama
 from .attenuation import scale_delta_queries
 from .delta import Fit, FittedLayer, LayerFit, fit_delta
+from .maps import fit_maps
 from .moments import add_batch, zero_moments
 
 __all__ = [
@@ -69,22 +72,26 @@ def calibrate(
     """The delta of the cut of `config` in closed form, from `batches` of one shape.
 
     `llama` is split at that cut and, like the batches, on the mesh of `attention`. A batch is asked
-    for while the one before is computed, and no other waits. `track` is given the layers, which
+    for while the one before is computed, and no other waits; with
+    `Config.prompt_attention_layers` all are kept. `track` is given the layers, which
     are solved one at a time, and passes them on. Raises
     `ConfigError` where `check_groups` does, and `ValueError` if the teacher's upper projections
     were dropped or the batches hold no token.
     """
     check_groups(config)
+    maps = None
+    if config.prompt_attention_layers:
+        maps, batches = fit_maps(config, llama, batches, attention=attention)
     moments, first, first_tokens = zero_moments(config, attention.mesh), list[Batch](), 0
     for batch in batches:
         if config.has_two_caches and first_tokens < SLOPE_TOKENS:
             first.append(_first_tokens(batch, SLOPE_TOKENS - first_tokens))
             first_tokens += int((batch.segment_ids > 0).sum())
         jax.block_until_ready(moments)
-        moments = add_batch(config, attention, moments, llama, batch)
+        moments = add_batch(config, attention, moments, llama, batch, maps)
     if not moments.tokens > 0:
         raise ValueError("there is no token to calibrate on")
-    fit = fit_delta(config, llama, moments, attention.mesh, track=track)
+    fit = fit_delta(config, llama, moments, attention.mesh, maps=maps, track=track)
     if config.has_two_caches:
         delta = scale_delta_queries(fit.config, llama, fit.delta, first, attention=attention)
         fit = fit._replace(delta=delta)

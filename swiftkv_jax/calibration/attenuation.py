@@ -28,12 +28,12 @@ from jaxtyping import Array, Float, Int
 
 from ..attention import Attention
 from ..batch import Batch
-from ..boundary import project_kv
+from ..boundary import boundary_kv
 from ..config import Config
 from ..decoder_layers import delta_queries, two_cache_layer
 from ..packed_attention import head_major, packed_reader
 from ..params import Llama, SwiftKV, require_teacher
-from ..rope import group_table, scanned_kinds
+from ..rope import scanned_kinds
 from ..sharding import all_gather_fsdp, constrain_activations, to_host
 from ..transformer import run_lower_layers
 from .moments import attention_scores, fold_queries
@@ -53,8 +53,9 @@ def scale_delta_queries(
     attention: Attention,
 ) -> SwiftKV:
     """The delta with the queries of each layer and key/value head divided by its slope, from
-    `MIN_SLOPE` to 1. The slopes are measured on the tokens of `batches`, all of which count as
-    prompt tokens. Queries must not have norms (`calibration.check_groups`).
+    `MIN_SLOPE` to 1; those of `Config.prompt_attention_layers` stay. The slopes are measured on the
+    tokens of `batches`, all of which count as prompt tokens. Queries must not have norms
+    (`calibration.check_groups`).
 
     Costs a forward pass of the teacher with three products of scores instead of one. Raises
     `ValueError` if the teacher's upper projections were dropped.
@@ -72,6 +73,7 @@ def scale_delta_queries(
             1 / MIN_SLOPE,
         )
     slopes = np.clip(slopes, MIN_SLOPE, 1)
+    slopes[: config.prompt_attention_layers] = 1  # their keys are not fitted
     scales = 1 / slopes
     logger.info(
         "queries of the shared caches are scaled by %.2f to %.2f, %.2f on average",
@@ -106,12 +108,10 @@ def score_products(
     kinds, kind_of = scanned_kinds(
         config, tables, range(config.num_lower_layers, config.num_layers)
     )
-    kv_delta = dataclasses.replace(delta, q=None, q_bias=None, q_norm=None)
-    shared, _ = project_kv(
-        config, all_gather_fsdp(mesh, kv_delta, layer=False), x, group_table(config, tables)
-    )
+    shared, _ = boundary_kv(config, llama, delta, x, tables, segment_ids, attention=attention)
     shared = shared.transpose(0, 1, 3, 2, 4)  # J B T K H
-    groups = jnp.arange(config.num_upper_layers) // config.key_value_group_size
+    upper = range(config.num_lower_layers, config.num_layers)
+    groups = jnp.array([config.kv_group(layer) for layer in upper])
     every = (tuple(range(config.num_kv_heads)),) * config.num_upper_layers
     heads = jnp.asarray(config.shared_kv_heads or every)  # U K
 

@@ -21,12 +21,12 @@ from ..params import QKV, Llama, SwiftKV, require_teacher, swiftkv_shapes
 from ..rope import paired_dims
 from ..sharding import swiftkv_shardings, to_host
 from . import solve
-from .moments import Moments, first_upper_norm
+from .moments import Moments, first_fitted_norm, num_inputs
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerFit:
-    """How well the input of layer K predicts an upper layer's keys and values: explained shares of
+    """How well the boundary state predicts an upper layer's keys and values: explained shares of
     their mean square on the calibration tokens, averaged over key/value heads."""
 
     layer: int
@@ -52,20 +52,22 @@ def fit_delta(
     moments: Moments,
     mesh: Mesh | None,
     *,
+    maps: Float[Array, "M D D"] | None = None,
     track: Callable[[Iterator[FittedLayer]], Iterator[FittedLayer]] = iter,
 ) -> Fit:
     """The delta of the cut of `config`, in the dtype of `llama` and sharded like it.
 
-    `config` has no `shared_kv_heads` yet. Host memory holds the new keys and values in that dtype,
+    `config` has no `shared_kv_heads` yet. `Config.prompt_attention_layers` get `maps` and keep the
+    teacher's projections. Host memory holds the new keys and values in that dtype,
     in float64 those of one group's layers, and the second moments of one layer at a time. With
     several processes all of them call this; the result is that of process 0. Raises `ValueError` if
     the teacher's upper projections were dropped, `DivergenceError` if it is not finite.
     """
     upper, dtype = require_teacher(llama, "calibrate"), llama.embed.dtype
     metrics = output_metrics(llama.upper.o, config.num_kv_heads)
-    layers = track(fit_layers(config, upper, metrics, moments))
-    size, rows = config.embed_dim, config.embed_dim + config.qkv_bias
-    stack = config.num_kv_groups, config.num_kv_heads, config.head_dim, rows
+    alone, size = config.prompt_attention_layers, config.embed_dim
+    layers = track(fit_layers(config, upper, metrics, moments, first=alone))
+    stack = config.num_projected_groups, config.num_kv_heads, config.head_dim, num_inputs(config)
     k, v = np.empty(stack, dtype), np.empty(stack, dtype)
     groups, fits = list[FittedGroup](), list[list[LayerFit]]()
     pairs = paired_dims(config)
@@ -74,6 +76,7 @@ def fit_delta(
         groups.append(group._replace(k=k[len(fits)], v=v[len(fits)]))
         fits.append(fit)
         del group
+    groups[:0] = [_untouched(config, pairs)] * alone
     shared = config.key_value_group_size > 1
     heads = tuple(tuple(map(int, row)) for group in groups for row in group.shared_kv_heads)
     config = dataclasses.replace(config, shared_kv_heads=heads if shared else None)
@@ -87,20 +90,32 @@ def fit_delta(
     def put(stacked: np.ndarray, sharding: Sharding) -> jax.Array:
         return jax.make_array_from_callback(stacked.shape, sharding, lambda part: stacked[part])
 
+    def behind(own: Array, fitted: np.ndarray) -> np.ndarray:
+        """A stack of all groups: the teacher's `own` first."""
+        first = [to_host(own, layer)[None] for layer in range(alone)]
+        return np.concatenate([*first, fitted]) if first else fitted
+
     delta = SwiftKV(
-        norm=_copy(first_upper_norm(llama)),
+        norm=_copy(first_fitted_norm(config, llama)),
         q=jnp.array(upper.q, copy=True),
-        k=put(k[..., :size], where.k),
-        v=put(v[..., :size], where.v),
+        k=put(behind(upper.k, k[..., :size]), where.k),
+        v=put(behind(upper.v, v[..., :size]), where.v),
         q_bias=_copy(upper.q_bias),
         q_norm=_copy(upper.q_norm),
         k_norm=_copy(upper.k_norm),
+        mlp_map=maps,
     )
+    if config.boundary_taps:
+        delta = dataclasses.replace(
+            delta,
+            k_tap=put(k[..., size : 2 * size], where.k_tap),
+            v_tap=put(v[..., size : 2 * size], where.v_tap),
+        )
     if config.qkv_bias:
         delta = dataclasses.replace(
             delta,
-            k_bias=put(k[..., size], where.k_bias),
-            v_bias=put(v[..., size], where.v_bias),
+            k_bias=put(behind(upper.k_bias, k[..., -1]), where.k_bias),
+            v_bias=put(behind(upper.v_bias, v[..., -1]), where.v_bias),
         )
     if shared:
         factors = np.concatenate([group.query_factors for group in groups]).astype(np.complex64)
@@ -167,16 +182,16 @@ def fit_layers(
     first: int = 0,
     entry: int = 0,
 ) -> Iterator[FittedLayer]:
-    """The upper layers of `config` one after another. They begin at layer `first` of the stacks
-    `qkv` and `metrics` (of `output_metrics`), and at `entry` of the moments. Raises
-    `DivergenceError` for a teacher that is not finite."""
+    """The upper layers of `config` from `Config.first_projected_layer` on, one after another. They
+    begin at layer `first` of the stacks `qkv` and `metrics` (of `output_metrics`), and at `entry`
+    of the moments. Raises `DivergenceError` for a teacher that is not finite."""
     tokens = float(to_host(moments.tokens))
 
     def fit_layer(index: int) -> FittedLayer:
-        number = config.num_lower_layers + index
+        number = config.first_projected_layer + index
         moment = _layer_moments(moments, entry + index, tokens)
         _check_finite(number, *jax.tree.leaves(moment), metrics[first + index])
-        fitted = _regress(qkv, first + index, moment)
+        fitted = _regress(config, qkv, first + index, moment)
         _check_finite(number, fitted.weights)
         k, v = np.split(fitted.weights, 2)
         r2_k, r2_v = np.split(fitted.r2, 2)
@@ -186,7 +201,7 @@ def fit_layers(
         member = solve.Member(k, v, energy, metrics[first + index])
         return FittedLayer(number, entry + index, member, float(r2_k.mean()), float(r2_v.mean()))
 
-    return map(fit_layer, range(config.num_upper_layers))
+    return map(fit_layer, range(config.num_layers - config.first_projected_layer))
 
 
 def share_layers(
@@ -243,17 +258,20 @@ def _check_finite(layer: int, *arrays: Any) -> None:
         )
 
 
-def _regress(qkv: QKV, layer: int, moment: Moments) -> solve.Ridge:
-    """Keys and then values of a layer, from the input of layer K: 2 K heads, one factorisation."""
+def _regress(config: Config, qkv: QKV, layer: int, moment: Moments) -> solve.Ridge:
+    """Keys and then values of a layer, from the boundary state: 2 K heads, one factorisation."""
     cross = moment.cross.reshape(len(moment.cross), -1, moment.cross.shape[-1])
-    return solve.ridge(moment.inputs, cross, moment.energy.ravel(), _own_projections(qkv, layer))
+    prior = _own_projections(config, qkv, layer)
+    return solve.ridge(moment.inputs, cross, moment.energy.ravel(), prior)
 
 
-def _own_projections(qkv: QKV, layer: int) -> Float[np.ndarray, "E 2K H"]:
-    """Keys and then values, with their biases as the last input."""
+def _own_projections(config: Config, qkv: QKV, layer: int) -> Float[np.ndarray, "E 2K H"]:
+    """Keys and then values: zeros for taps, biases for the last input."""
     found = []
     for weight, bias in ((qkv.k, qkv.k_bias), (qkv.v, qkv.v_bias)):
         own = to_host(weight, layer).astype(np.float64)  # K H D
+        if config.boundary_taps:
+            own = np.concatenate([own, np.zeros_like(own)], -1)
         if bias is not None:
             own = np.concatenate([own, to_host(bias, layer)[..., None].astype(np.float64)], -1)
         found.append(own.transpose(2, 0, 1))
@@ -281,6 +299,13 @@ def _alone(member: solve.Member, pairs: Int[np.ndarray, "2 H_half"]) -> FittedGr
         1.0,
         1.0,
     )
+
+
+def _untouched(config: Config, pairs: Int[np.ndarray, "2 H_half"]) -> FittedGroup:
+    """The part of a `FittedGroup` besides keys and values for a layer that keeps its own."""
+    heads, size = config.num_kv_heads, config.head_dim
+    nothing = np.empty((heads, size, 0))
+    return _alone(solve.Member(nothing.mT, nothing.mT, nothing, nothing), pairs)
 
 
 def _shared(

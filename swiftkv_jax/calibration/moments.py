@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,13 +24,14 @@ from jaxtyping import Array, Float, Int
 
 from ..attention import Attention
 from ..batch import Batch
+from ..boundary import previous_tokens, run_prompt_layer
 from ..config import Config
 from ..decoder_layers import project_q, self_layer
 from ..layers import norm, norm_heads, project_heads
 from ..mesh import FSDP, MODEL, dp_size
 from ..packed_attention import packed_attention
-from ..params import QKV, Block, Leaf, Llama, require_teacher
-from ..rope import apply_rope, scanned_kinds
+from ..params import QKV, Block, Leaf, Llama, SwiftKV, require_teacher
+from ..rope import Tables, apply_rope, scanned_kinds, table_of
 from ..sharding import all_gather_fsdp, constrain_activations
 from ..transformer import run_lower_layers
 
@@ -43,7 +45,8 @@ PROBABILITIES_PER_CHUNK = 2**26
 
 @struct.dataclass
 class Moments:
-    """Weighted sums over tokens, float32; E as in `solve`, P keys and values."""
+    """Weighted sums over tokens, float32; E as in `solve`, P keys and values, U upper layers
+    except `Config.prompt_attention_layers`, whose keys and values are not fitted."""
 
     inputs: Leaf  # f32[U, E, E]: s s'
     cross: Leaf  # f32[U, E, P, K, H]: s y', y before rotation
@@ -53,10 +56,10 @@ class Moments:
 
 
 def moment_shapes(config: Config, layers: int | None = None) -> Moments:
-    """Shapes of the moments of `layers` layers; None: all upper layers."""
-    u = config.num_upper_layers if layers is None else layers
+    """Shapes of the moments of `layers` layers; None: all that are fitted."""
+    u = config.num_layers - config.first_projected_layer if layers is None else layers
     n, k, h = config.num_heads, config.num_kv_heads, config.head_dim
-    e = config.embed_dim + config.qkv_bias
+    e = num_inputs(config)
     shapes = Moments((u, e, e), (u, e, 2, k, h), (u, 2, k), (u, n, h // 2), ())
     return jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
@@ -65,20 +68,26 @@ def moment_shapes(config: Config, layers: int | None = None) -> Moments:
     )
 
 
+def num_inputs(config: Config) -> int:
+    """E: entries of the hidden state, once more for the token before where there are taps, and a
+    constant where there are biases."""
+    return config.embed_dim * (1 + config.boundary_taps) + config.qkv_bias
+
+
+def split_rows(mesh: Mesh, size: int, *axes: str) -> tuple[str, ...] | None:
+    """Those of `axes` that `mesh` has, for a `PartitionSpec`; None where they do not divide
+    `size`."""
+    axes = tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
+    shards = math.prod(mesh.shape[axis] for axis in axes)
+    return axes if axes and size % shards == 0 else None
+
+
 def moment_shardings(config: Config, mesh: Mesh) -> Moments:
     """Rows of the large products over `fsdp` and `model`, where those divide them."""
-
-    def split(size: int, *axes: str) -> tuple[str, ...] | None:
-        axes = tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
-        shards = 1
-        for axis in axes:
-            shards *= mesh.shape[axis]
-        return axes if axes and size % shards == 0 else None
-
-    rows = config.embed_dim + config.qkv_bias
+    rows, heads = num_inputs(config), config.num_kv_heads
     specs = Moments(
-        P(None, split(rows, FSDP, MODEL)),
-        P(None, split(rows, FSDP), None, split(config.num_kv_heads, MODEL)),
+        P(None, split_rows(mesh, rows, FSDP, MODEL)),
+        P(None, split_rows(mesh, rows, FSDP), None, split_rows(mesh, heads, MODEL)),
         P(),
         P(),
         P(),
@@ -102,16 +111,29 @@ def zero_moments(config: Config, mesh: Mesh | None, layers: int | None = None) -
 # figures say so.
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2, keep_unused=True)
 def add_batch(
-    config: Config, attention: Attention, moments: Moments, llama: Llama, batch: Batch
+    config: Config,
+    attention: Attention,
+    moments: Moments,
+    llama: Llama,
+    batch: Batch,
+    maps: Float[Array, "M D D"] | None = None,
 ) -> Moments:
-    """Add one more batch of packed rows to `moments`."""
+    """Add one more batch of packed rows to `moments`. `maps` are those of
+    `Config.prompt_attention_layers`."""
     config = config.at_length(batch.tokens.shape[1])
     mesh, segment_ids = attention.mesh, batch.segment_ids
     x, tables = run_lower_layers(config, llama, batch, attention=attention)
     kinds, kind_of = scanned_kinds(
         config, tables, range(config.num_lower_layers, config.num_layers)
     )
-    s = regressors(config, x, first_upper_norm(llama))
+    alone = config.prompt_attention_layers
+    y, prompt = x, prompt_delta(llama, maps)
+    for layer in range(alone):
+        y, _ = run_prompt_layer(
+            config, llama, prompt, layer, y, tables, segment_ids, attention=attention
+        )
+    s = regressors(config, y, first_fitted_norm(config, llama), segment_ids)
+    x = run_teacher_layers(config, llama, alone, x, tables, segment_ids, attention=attention)
 
     def step(carry, indexed_layer):
         x, moments = carry
@@ -127,23 +149,70 @@ def add_batch(
         ), None
 
     layers = (llama.upper, require_teacher(llama, "calibrate"), kinds)
+    if alone:
+        layers = jax.tree.map(lambda stack: stack[alone:], layers)
     (_, moments), _ = jax.lax.scan(
-        step, (x, moments), (jnp.arange(config.num_upper_layers), layers)
+        step, (x, moments), (jnp.arange(config.num_upper_layers - alone), layers)
     )
     return dataclasses.replace(moments, tokens=moments.tokens + (segment_ids > 0).sum())
 
 
-def first_upper_norm(llama: Llama) -> Float[Array, " D"] | None:
-    return None if llama.upper.attn_norm is None else llama.upper.attn_norm[0]
+def prompt_delta(llama: Llama, maps: Float[Array, "M D D"] | None) -> SwiftKV:
+    """What prompts need in `Config.prompt_attention_layers`: the teacher's projections, and
+    maps."""
+    qkv = require_teacher(llama, "calibrate")
+    projections = {field.name: getattr(qkv, field.name) for field in dataclasses.fields(qkv)}
+    return SwiftKV(**{"norm": None, "mlp_map": maps, **projections})
+
+
+def run_teacher_layers(
+    config: Config,
+    llama: Llama,
+    count: int,
+    x: Float[Array, "B T D"],
+    tables: Tables,
+    segment_ids: Int[Array, "B T"],
+    *,
+    attention: Attention,
+) -> Float[Array, "B T D"]:
+    """The first `count` of the teacher's upper layers, one by one."""
+    stacks = llama.upper, require_teacher(llama, "calibrate")
+    for index in range(count):
+        block, qkv = (
+            all_gather_fsdp(
+                attention.mesh, jax.tree.map(lambda leaf, at=index: leaf[at], stack), layer=True
+            )
+            for stack in stacks
+        )
+        kind = config.kind(config.num_lower_layers + index)
+        attend = packed_attention(config, attention, segment_ids, kind.window)
+        rope = table_of(config, tables, kind)
+        x, _ = self_layer(config, block, qkv, x, rope, attend, attention)
+        x = constrain_activations(attention.mesh, x)
+    return x
+
+
+def first_fitted_norm(config: Config, llama: Llama) -> Float[Array, " D"] | None:
+    """The norm of the first layer whose keys and values are fitted."""
+    scales = llama.upper.attn_norm
+    return None if scales is None else scales[config.prompt_attention_layers]
 
 
 def regressors(
-    config: Config, x: Float[Array, "B T D"], scale: Float[Array, " D"] | None
+    config: Config,
+    x: Float[Array, "B T D"],
+    scale: Float[Array, " D"] | None,
+    segment_ids: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T E"]:
-    """s of every token, from the hidden state that enters layer K and that layer's norm."""
+    """s of every token from the boundary state and the norm of that name; with taps then that of
+    the token before, for which `segment_ids` are needed; with biases then a one."""
     s = norm(config, x, scale)
-    ones = jnp.ones((*s.shape[:2], int(config.qkv_bias)), s.dtype)
-    return jnp.concatenate([s, ones], -1)
+    parts = [s]
+    if config.boundary_taps:
+        assert segment_ids is not None
+        parts.append(previous_tokens(s, segment_ids))
+    parts.append(jnp.ones((*s.shape[:2], int(config.qkv_bias)), s.dtype))
+    return jnp.concatenate(parts, -1)
 
 
 def layer_moments(
@@ -172,9 +241,9 @@ def layer_moments(
     )
     weighted = s.astype(jnp.float32) * weight[..., None]
     return Moments(
-        inputs=_products("BTD,BTE->DE", weighted, s),
-        cross=_products("BTE,BTPKH->EPKH", weighted, y),
-        energy=_products("BT,BTPKH->PK", weight, jnp.square(y.astype(jnp.float32))),
+        inputs=products("BTD,BTE->DE", weighted, s),
+        cross=products("BTE,BTPKH->EPKH", weighted, y),
+        energy=products("BT,BTPKH->PK", weight, jnp.square(y.astype(jnp.float32))),
         query_energy=pair_energy(q, real, config.rotated_dims),
         tokens=jnp.zeros(()),
     )
@@ -199,7 +268,7 @@ def _constrain(config: Config, mesh: Mesh, moments: Moments) -> Moments:
     return jax.lax.with_sharding_constraint(moments, moment_shardings(config, mesh))
 
 
-def _products(spec: str, weighted: Float[Array, "B T E"], other: Array) -> Array:
+def products(spec: str, weighted: Float[Array, "B T E"], other: Array) -> Array:
     """Sums of products in float32. Where `other` is bfloat16, as matrix products in bfloat16 of the
     upper and of the lower eight bits of `weighted`: to 2^-17 of each term, where rounding
     `weighted` would leave 2^-9 and float32 takes eight times as long or more."""

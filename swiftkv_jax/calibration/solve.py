@@ -1,15 +1,16 @@
 """Least squares for the delta's projections, in float64 on the host.
 
-Letters as in `params`; g members of a group, E = D, or D + 1 with biases (a last input of one).
+Letters as in `params`; g members of a group, E entries of the inputs (`moments.num_inputs`).
 
-With s the normalised hidden state that enters layer K, y the keys or values that a layer computes
+With s the normalised boundary state (with taps followed by that of the token before, with biases by
+a one), y the keys or values that a layer computes
 from its own input (keys before rotation) and expectations over calibration tokens, the ridge
 regression of y on s is
 
     W = W0 + (S + l I)^-1 (C - S W0),    S = E[s s'],  C = E[s y'],  l = RIDGE * trace(S) / E
 
-around the layer's own projection W0: layer K's keys and values are W0's of s itself, which this
-returns unchanged.
+around the layer's own projection W0, which has zeros for the token before: the keys and values of
+the layer that the state enters are W0's of s itself, which this returns unchanged.
 
 A regression shrinks: E[W's . y] = R2 E|y|^2, so a key's score with a query that looks for it is too
 low by the factor R2 ("attenuation", Spearman 1904). That is the same for all keys as long as all
@@ -39,6 +40,8 @@ from jaxtyping import Complex, Float, Int
 
 RIDGE = 1e-4
 """Ridge penalty relative to the mean eigenvalue of the inputs' second moments."""
+MAP_RIDGE = 1e-3
+"""The same for the maps in place of MLPs."""
 MIN_R2 = 0.5
 """The smallest R2 that keys are divided by: below it most of a scaled key would be error."""
 _SMALLEST_METRIC = 1e-8
@@ -84,6 +87,20 @@ def ridge(
     weights = flat.reshape(size, heads, head_dim).transpose(1, 0, 2)
     # a head whose keys are all 0 has nothing to explain
     return Ridge(weights, np.divide(explained, energy, out=np.ones_like(energy), where=energy != 0))
+
+
+def ridge_map(
+    inputs: Float[Array, "D D"], cross: Float[Array, "D D"], energy: float
+) -> tuple[Float[Array, "D D"], float]:
+    """The regression A of y on s around zero, [outputs, inputs], with `MAP_RIDGE` for `RIDGE`, and
+    its R2. `inputs` is E[s s'], `cross` E[s y'], `energy` E[|y|^2]. Overwrites `inputs`."""
+    size = len(inputs)
+    penalty = MAP_RIDGE * np.trace(inputs) / size
+    inputs.flat[:: size + 1] += penalty
+    factor = scipy.linalg.cho_factor(inputs.T, lower=True, overwrite_a=True, check_finite=False)
+    found = scipy.linalg.cho_solve(factor, cross, check_finite=False)
+    explained = float((found * (cross + penalty * found)).sum())
+    return np.ascontiguousarray(found.T), explained / energy if energy else 1.0
 
 
 def divide_keys_by_r2(keys: Float[Array, "K E H"], r2: Float[Array, " K"]) -> Float[Array, "K E H"]:

@@ -130,7 +130,10 @@ def test_a_model_with_linear_upper_layers_is_fitted_exactly(group, bias, rotated
     assert far > 0.05 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("flags", [{}, {"generated_kv": "own"}], ids=["boundary", "own"])
+OWN, CLOSER = {"generated_kv": "own"}, {"prompt_attention_layers": 2, "boundary_taps": 1}
+
+
+@pytest.mark.parametrize("flags", [{}, OWN, OWN | CLOSER], ids=["boundary", "own", "closer"])
 def test_the_fit_does_not_depend_on_the_size_of_a_batch(flags, monkeypatch):
     """Nor does the scale of queries beside own keys, on the first tokens of some rows. The rows
     are of different lengths."""

@@ -21,7 +21,7 @@ WORK = """
 
     index, out = sys.argv[2:]
     for group, mesh in MESHES.items():
-        np.savez(f"{out}/{group}-{index}", **numbers(fit(group, mesh)))
+        np.savez(f"{out}/{group}-{index}", **numbers(fit(group, 0, mesh)))
 """
 
 
@@ -37,7 +37,7 @@ def together(tmp_path_factory) -> Path:
 def test_two_processes_calibrate_like_one(group, together):
     """Each has the whole delta, the pairing of heads where layers share, and the figures of every
     layer."""
-    expected = numbers(fit(group, None))
+    expected = numbers(fit(group, 0, None))
     for index in (0, 1):
         with np.load(together / f"{group}-{index}.npz") as file:
             found = dict(file)
