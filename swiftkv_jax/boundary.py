@@ -16,14 +16,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from .attention import DEFAULT, Attention
 from .config import Config
-from .decoder_layers import attention_layer
+from .decoder_layers import attention_layer, kv_projections, self_layer
 from .layers import norm, norm_heads
 from .packed_attention import head_major, packed_reader
-from .params import QKV, Llama, SwiftKV
+from .params import QKV, Llama, SwiftKV, require_upper_kv
 from .quantization import Quantized, product
 from .rope import Tables, apply_rope, group_table, table_of
 from .sharding import all_gather_fsdp, constrain_activations
@@ -78,20 +78,38 @@ def run_prompt_layer(
     mapped: bool = True,
 ):
     """One of `Config.prompt_attention_layers`: (hidden state after it, its keys and values, B K T
-    H). `mapped` False leaves out the map."""
+    H). `mapped` False leaves out the map. With `Config.exact_head` the first token of a segment
+    runs through the whole layer, with the teacher's keys and values."""
     mesh, kind = attention.mesh, config.kind(config.num_lower_layers + index)
-    block, qkv = (
-        all_gather_fsdp(mesh, jax.tree.map(lambda leaf: leaf[index], stack), layer=True)
-        for stack in (llama.upper, prompt_projections(delta))
-    )
+
+    def layer_of(stack):
+        return all_gather_fsdp(mesh, jax.tree.map(lambda leaf: leaf[index], stack), layer=True)
+
+    block, qkv = layer_of(llama.upper), layer_of(prompt_projections(delta))
+    rope = table_of(config, tables, kind)
     read = packed_reader(config, attention, segment_ids, kind.window)
+    mlp_map = delta.mlp_map[index] if mapped else None
 
     def attend(q, k, v):
         k, v = head_major(k), head_major(v)
         return read(q, k, v), (k, v)
 
-    mlp_map = delta.mlp_map[index] if mapped else None
-    x, kv = attention_layer(config, block, qkv, mlp_map, x, table_of(config, tables, kind), attend)
+    if not config.exact_head:
+        x, kv = attention_layer(config, block, qkv, mlp_map, x, rope, attend)
+        return constrain_activations(mesh, x, sequence=attention.shard_sequence), kv
+
+    first = first_tokens(segment_ids)
+    teachers = layer_of(require_upper_kv(llama, "keep the keys and values of first tokens"))
+    own = kv_projections(config, teachers, norm(config, x, block.attn_norm), rope)
+
+    def attend_own(q, k, v):
+        keep = first[:, :, None, None]
+        k, v = (jnp.where(keep, one, other) for one, other in zip(own, (k, v), strict=True))
+        return attend(q, k, v)
+
+    mapped_x, kv = attention_layer(config, block, qkv, mlp_map, x, rope, attend_own)
+    whole, _ = self_layer(config, block, qkv, x, rope, attend_own, attention)
+    x = jnp.where(first[..., None], whole, mapped_x)
     return constrain_activations(mesh, x, sequence=attention.shard_sequence), kv
 
 
@@ -167,7 +185,11 @@ def previous_tokens(
     x: Float[Array, "B T *D"], segment_ids: Int[Array, "B T"]
 ) -> Float[Array, "B T *D"]:
     """The entry of the token before each; zeros at the start of a segment."""
-    same = segment_ids == jnp.roll(segment_ids, 1, axis=1)
-    same = same.at[:, 0].set(False)
+    first = first_tokens(segment_ids)
     before = jnp.roll(x, 1, axis=1)
-    return jnp.where(same.reshape(*same.shape, *(1,) * (x.ndim - 2)), before, 0)
+    return jnp.where(first.reshape(*first.shape, *(1,) * (x.ndim - 2)), 0, before)
+
+
+def first_tokens(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    """Whether each token is the first of its segment."""
+    return (segment_ids != jnp.roll(segment_ids, 1, axis=1)).at[:, 0].set(True)

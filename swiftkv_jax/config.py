@@ -11,6 +11,7 @@ import math
 from typing import Literal
 
 from .errors import ConfigError
+from .layer_kind import LayerKind
 from .rope_config import Rope
 
 GeneratedKV = Literal["boundary", "own"]
@@ -38,20 +39,6 @@ _SIZES = (
 MAX_LAYERS = 1_000
 """Far more than any model has. Names, programs and lists grow with the layers, so a wrong number in
 a `config.json` would fill the memory."""
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerKind:
-    """Properties of attention that may differ from layer to layer."""
-
-    rope: Rope | None = Rope()
-    """None: queries and keys are not rotated."""
-    window: int | None = None
-    """Number of positions that a token sees, including its own; None: all up to its own."""
-
-    def __post_init__(self):
-        if self.window is not None and (type(self.window) is not int or self.window < 1):
-            raise ConfigError(f"window={self.window!r} must be a whole number from 1 up")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +118,10 @@ class Config:
     each upper layer, by the teacher's projections. Queries are the student's in both, with one
     exception: where layers share caches, tokens' own keys are looked up with the teacher's
     queries."""
+    exact_head: int = 0
+    """0, or 1: the first token of a text keeps its own upper keys and values too, and runs through
+    all layers, which depends on no other token. Many layers attend to it for want of another token
+    (attention sinks: Xiao et al. 2023, arXiv 2309.17453). Needs groups of 1."""
     exact_tail: int = 0
     """Number of tokens at a prompt's end that also keep their own upper keys and values, and
     therefore run through all layers; needs `own`."""
@@ -240,6 +231,13 @@ class Config:
             raise ConfigError(f"exact_tail={tail!r} must be a whole number from 0 to 2^30 - 1")
         if tail and self.generated_kv != "own":
             raise ConfigError(f"exact_tail={tail} needs generated_kv=own")
+        if type(self.exact_head) is not int or self.exact_head not in (0, 1):
+            raise ConfigError(f"exact_head={self.exact_head!r} must be 0 or 1")
+        if self.exact_head and self.key_value_group_size > 1:
+            raise ConfigError(
+                f"exact_head=1 needs key_value_group_size=1, not {self.key_value_group_size}: a "
+                f"token's own keys differ from layer to layer"
+            )
         upper = range(self.num_lower_layers, self.num_layers)
         if self.has_two_caches and any(self.kind(layer).window is not None for layer in upper):
             raise ConfigError(
@@ -249,6 +247,7 @@ class Config:
         if self.num_upper_layers == 0:  # every token keeps its own: there is nothing to choose
             object.__setattr__(self, "generated_kv", "boundary")
             object.__setattr__(self, "exact_tail", 0)
+            object.__setattr__(self, "exact_head", 0)
 
     @property
     def has_two_caches(self) -> bool:

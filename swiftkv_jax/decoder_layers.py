@@ -108,9 +108,15 @@ def attention_layer(
 
 def _project_qkv(config: Config, qkv: QKV, h: Float[Array, "B T D"], rope):
     """Rotated queries and keys, and values, of a layer with its own."""
-    q = project_q(config, qkv, h, rope)
+    return project_q(config, qkv, h, rope), *kv_projections(config, qkv, h, rope)
+
+
+def kv_projections(
+    config: Config, qkv: QKV, h: Float[Array, "B T D"], rope
+) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+    """Rotated keys, and values, of a layer with its own. The parameters of q are not used."""
     k = norm_heads(config, project_heads(h, qkv.k, qkv.k_bias), qkv.k_norm)
-    return q, apply_rope(k, rope), project_heads(h, qkv.v, qkv.v_bias)
+    return apply_rope(k, rope), project_heads(h, qkv.v, qkv.v_bias)
 
 
 def project_q(config: Config, queries: QKV, h: Float[Array, "B T D"], rope) -> Heads:

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float
 
 from .attention import ATTENTION_OUTPUT, DEFAULT, Attention
 from .batch import Batch
-from .boundary import boundary_kv
+from .boundary import boundary_kv, first_tokens
 from .config import Config
 from .decoder_layers import (
     cross_layer,
@@ -142,7 +142,8 @@ def run_upper_layers_student(
     """The student's upper layers on shared keys and values: (x, sum over layers of
     `layer_hook(index, input)`).
 
-    `own` marks the tokens that keep their own keys and values (`Config.generated_kv`); None: none.
+    `own` marks the tokens that keep their own keys and values (`Config.generated_kv`); None: none
+    but, with `Config.exact_head`, the first of each segment, which always do.
     These are the teacher's projections of the token's hidden state before each layer, and layers
     that share caches attend to them with the teacher's queries. Raises `ValueError` if those
     projections were dropped.
@@ -151,6 +152,9 @@ def run_upper_layers_student(
     kinds, kind_of = scanned_kinds(
         config, tables, range(config.num_lower_layers, config.num_layers)
     )
+    if config.exact_head:
+        first = first_tokens(segment_ids)
+        own = first if own is None else own | first
     k, v = boundary_kv(config, llama, delta, x, tables, segment_ids, attention=attention)
     k, v = (_repeat_groups(config, a) for a in (k, v))
     run_layer, weights = _student_layer(config, llama, delta, own, attention)

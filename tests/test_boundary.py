@@ -15,7 +15,12 @@ from swiftkv_jax.errors import ConfigError
 from swiftkv_jax.initialization import init_llama, init_swiftkv
 from swiftkv_jax.layers import norm
 from swiftkv_jax.params import Llama, SwiftKV
-from swiftkv_jax.transformer import run_lower_layers, student
+from swiftkv_jax.transformer import (
+    run_lower_layers,
+    run_upper_layers_student,
+    student,
+    teacher,
+)
 
 LAYERS, K = 7, 2
 BASE = Config(
@@ -30,14 +35,18 @@ BASE = Config(
     num_key_value_layers=K,
     qkv_bias=True,
 )
-CUTS = [(0, 1, 1), (1, 0, 1), (2, 1, 1), (1, 1, 2), (3, 0, 2)]
-"""(M, taps, group size)"""
+CUTS = [(0, 1, 1, 0), (1, 0, 1, 0), (2, 1, 1, 0), (1, 1, 2, 0), (3, 0, 2, 0), (3, 1, 1, 1)]
+"""(M, taps, group size, exact head)"""
 
 
-def model_of(layers: int, taps: int, group: int) -> tuple[Config, Llama, SwiftKV]:
+def model_of(layers: int, taps: int, group: int, head: int = 0) -> tuple[Config, Llama, SwiftKV]:
     """A random model in which nothing of the boundary is zero or one."""
     config = dataclasses.replace(
-        BASE, prompt_attention_layers=layers, boundary_taps=taps, key_value_group_size=group
+        BASE,
+        prompt_attention_layers=layers,
+        boundary_taps=taps,
+        key_value_group_size=group,
+        exact_head=head,
     )
     llama = init_llama(config, jax.random.key(0), scale=0.3)
     delta = init_swiftkv(config, llama)
@@ -81,6 +90,11 @@ def expected_kv(config: Config, llama: Llama, delta: SwiftKV, states):
         block = jax.tree.map(lambda leaf, j=j: leaf[j], llama.upper)
         k = [rotated(project("k", j, normed(x, block.attn_norm)), t) for t, x in enumerate(y)]
         v = [project("v", j, normed(x, block.attn_norm)) for x in y]
+        if config.exact_head:
+            teachers, h = llama.upper_qkv, normed(y[0], block.attn_norm)
+            assert teachers is not None
+            k[0] = teachers.k[j] @ h + teachers.k_bias[j]  # not rotated at position 0
+            v[0] = teachers.v[j] @ h + teachers.v_bias[j]
         after = []
         for t, x in enumerate(y):
             q = rotated(project("q", j, normed(x, block.attn_norm)), t)
@@ -92,7 +106,12 @@ def expected_kv(config: Config, llama: Llama, delta: SwiftKV, states):
                 weights /= weights.sum()
                 attended.append(sum(w * v[s][reads] for s, w in enumerate(weights)))
             u = x + np.einsum("dnh,nh->d", block.o, np.stack(attended))
-            after.append(u + delta.mlp_map[j] @ normed(u, block.mlp_norm))
+            m = normed(u, block.mlp_norm)
+            if config.exact_head and t == 0:
+                gate = block.gate @ m
+                after.append(u + block.down @ (gate / (1 + np.exp(-gate)) * (block.up @ m)))
+            else:
+                after.append(u + delta.mlp_map[j] @ m)
         y = after
         keys.append(k)
         values.append(v)
@@ -124,7 +143,7 @@ def test_keys_and_values_are_those_of_the_definition(cut):
             np.testing.assert_allclose(got, wanted, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("cut", [(2, 1, 1), (1, 1, 2)])
+@pytest.mark.parametrize("cut", [(2, 1, 1, 1), (1, 1, 2, 0)])
 def test_documents_of_a_row_do_not_see_each_other(cut):
     config, llama, delta = model_of(*cut)
     batch = two_segments()
@@ -149,6 +168,29 @@ def test_a_fresh_delta_adds_nothing():
     np.testing.assert_array_equal(delta.norm, llama.upper.attn_norm[2])
 
 
+def test_the_first_token_is_the_teachers():
+    """Whatever the delta is, with an exact head; and its keys and values are what later tokens
+    attend to."""
+    config, llama, delta = model_of(2, 1, 1, head=1)
+    batch = two_segments()
+    own = student(config, llama, delta, batch)
+    expected = teacher(config, llama, batch)
+    first = np.array([[0, 4], [0, 9]])
+    for row in range(2):
+        np.testing.assert_allclose(own[row, first[row]], expected[row, first[row]], atol=1e-5)
+    assert np.abs(own[0, 1:4] - expected[0, 1:4]).max() > 0.1
+    x, tables = run_lower_layers(config, llama, batch)
+    config = dataclasses.replace(config, prompt_attention_layers=0, boundary_taps=0)
+    delta = dataclasses.replace(delta, k_tap=None, v_tap=None, mlp_map=None)
+    marked = jnp.zeros(x.shape[:2], bool).at[jnp.arange(2)[:, None], first].set(True)
+
+    def run(exact_head, own):
+        cut = dataclasses.replace(config, exact_head=exact_head)
+        return run_upper_layers_student(cut, llama, delta, x, tables, batch.segment_ids, own=own)[0]
+
+    np.testing.assert_array_equal(run(1, None), run(0, marked))
+
+
 def test_the_token_before():
     x, segments = jnp.arange(1.0, 7.0)[None, :, None], jnp.asarray([[1, 1, 2, 2, 0, 0]])
     assert previous_tokens(x, segments)[0, :, 0].tolist() == [0, 1, 0, 3, 0, 5]
@@ -162,6 +204,8 @@ def test_the_token_before():
         ({"prompt_attention_layers": True}, "whole number"),
         ({"boundary_taps": 2}, "must be 0 or 1"),
         ({"boundary_taps": True}, "must be 0 or 1"),
+        ({"exact_head": 2}, "must be 0 or 1"),
+        ({"exact_head": 1, "key_value_group_size": 5}, "needs key_value_group_size=1"),
         ({"prompt_attention_layers": 2, "key_value_group_size": 2}, "must divide the 3 layers"),
     ],
 )
