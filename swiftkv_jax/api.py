@@ -49,7 +49,7 @@ def load(
     quantization: Literal["none", "fp8", "int8"] | None = None,
 ) -> Model:
     """Load a Hugging Face directory (of a family in docs/models.md, or SwiftKV as the authors
-    publish it), one written by `save`, or a model of the Hugging Face Hub.
+    publish it), a GGUF file, a directory written by `save`, or a model of the Hugging Face Hub.
 
     Where nothing is at `path` and it is spelled ORGANISATION/NAME, that repository is downloaded
     into the Hub's cache, at `revision`: a branch, a tag or a commit.

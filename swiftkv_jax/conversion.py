@@ -17,9 +17,9 @@ from tqdm import tqdm
 
 from . import cli
 from .cache import answer_bytes_per_token, bytes_per_token
-from .checkpoints import is_orbax, open_any, orbax_io
+from .checkpoints import kind_of, open_any, orbax_io
 from .checkpoints.auxiliary import has_tokenizer
-from .checkpoints.hf_read import delta_config, open_delta, open_hf
+from .checkpoints.hf_read import delta_config, open_delta
 from .checkpoints.hf_write import write_hf
 from .checkpoints.hub import local_path
 from .checkpoints.quantization_config import read_quantization_config
@@ -33,7 +33,7 @@ from .mesh import emulate_cpu_devices, make_mesh, parse_mesh
 from .quantization import SCALE
 from .rope_config import Rope
 
-ORBAX, HUGGING_FACE, RUN = "Orbax", "Hugging Face", "training run"
+HUGGING_FACE, RUN = "Hugging Face", "training run"
 
 
 def main(args: argparse.Namespace) -> int:
@@ -59,13 +59,15 @@ def _hf2orbax(args: argparse.Namespace) -> int:
     if is_run(args.src):
         raise CheckpointError(f"{args.src}: a training run; convert it with orbax2hf first")
     src = exported_model(Path(args.src))
-    if is_orbax(src):
-        raise CheckpointError(f"{src}: an Orbax directory already; give a Hugging Face directory")
+    if kind_of(src) == "Orbax":
+        raise CheckpointError(
+            f"{src}: an Orbax directory already; give a Hugging Face directory or a GGUF file"
+        )
     shape = parse_mesh(args.mesh)
     emulate_cpu_devices(math.prod(shape))
     mesh = make_mesh(shape)
     opened = (
-        open_hf(src)
+        open_any(src)
         if args.base is None
         else open_delta(src, open_any(args.base, delta_config(src)))
     )
@@ -121,7 +123,7 @@ def _open(args: argparse.Namespace) -> tuple[str, Source]:
     if args.step is not None or args.base is not None:
         raise UsageError(f"--step and --base are for training runs; {args.src} holds no {RECIPE}")
     src = exported_model(Path(args.src))
-    return ORBAX if is_orbax(src) else HUGGING_FACE, open_any(src)
+    return kind_of(src), open_any(src)
 
 
 def _mlp(config: Config) -> str:

@@ -36,7 +36,9 @@ def _parser() -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
         sub.set_defaults(command=name)
         sub.add_argument(
-            "src", metavar="SRC", help="model to read, a directory or a name on the Hub"
+            "src",
+            metavar="SRC",
+            help="model to read: a directory, a GGUF file or a name on the Hub",
         )
         add_revision(sub)
         return sub
@@ -65,7 +67,8 @@ def _parser() -> argparse.ArgumentParser:
 
     hf2orbax = command(
         "hf2orbax",
-        "Convert a Hugging Face directory (a model, SwiftKV, or a delta with its base) to Orbax.",
+        "Convert a Hugging Face directory (a model, SwiftKV, or a delta with its base) or a GGUF "
+        "file to Orbax.",
     )
     target(hf2orbax)
     base(hf2orbax, "for a SRC written with --format delta")
@@ -77,8 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     orbax2hf = command(
         "orbax2hf",
-        "Convert an Orbax directory or a training run, finished or not, to Hugging Face "
-        "safetensors; or a Hugging Face directory to another --format of them.",
+        "Convert an Orbax directory, a GGUF file, or a training run, finished or not, to Hugging "
+        "Face safetensors; or a Hugging Face directory to another --format of them.",
     )
     target(orbax2hf)
     of_run(orbax2hf)

@@ -1,5 +1,5 @@
-"""Checkpoints, in and out: Hugging Face directories (`hf_read`, `hf_write`), our own (`orbax_io`),
-training runs (`training_run`, `states`).
+"""Checkpoints, in and out: Hugging Face directories (`hf_read`, `hf_write`), GGUF files
+(`gguf_read`), our own (`orbax_io`), training runs (`training_run`, `states`).
 
 Reading and writing go leaf by leaf (`source`), names are strict (`tensor_map`, from the table in
 `params`), every weight has a digest (`digest`), and a directory appears complete or not at all
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jax.sharding import Mesh
 
@@ -18,11 +18,15 @@ from ..config import Config
 from ..errors import CheckpointError
 from ..model import Model
 from . import foreign
+from .gguf_file import is_gguf
+from .gguf_read import gguf_files, load_gguf, open_gguf
 from .hf_read import load_hf, open_hf, save_hf
 from .orbax_io import MANIFEST, load_orbax, open_orbax, save
 from .source import Quantization, Source
 
-__all__ = ["is_orbax", "load", "open_any", "save", "save_hf"]
+__all__ = ["Kind", "kind_of", "load", "open_any", "save", "save_hf"]
+
+Kind = Literal["Orbax", "Hugging Face", "GGUF"]
 
 
 def load(
@@ -33,31 +37,37 @@ def load(
     config: Config | None = None,
     quantization: Quantization | None = None,
 ) -> Model:
-    """Load a directory of either kind. Arguments as in `hf_read.load_hf`. Raises
+    """Load a checkpoint of any kind. Arguments as in `hf_read.load_hf`. Raises
     `CheckpointError`."""
-    return (load_orbax if is_orbax(path) else load_hf)(
+    readers = {"Orbax": load_orbax, "Hugging Face": load_hf, "GGUF": load_gguf}
+    return readers[kind_of(path)](
         path, dtype=dtype, mesh=mesh, config=config, quantization=quantization
     )
 
 
 def open_any(path: str | os.PathLike[str], config: Config | None = None) -> Source:
-    """Open a directory of either kind for reading leaf by leaf. `config` as in
-    `hf_read.load_hf`. Raises `CheckpointError`."""
-    return (open_orbax if is_orbax(path) else open_hf)(path, config)
+    """Open a checkpoint of any kind for reading leaf by leaf. `config` as in `hf_read.load_hf`.
+    Raises `CheckpointError`."""
+    readers = {"Orbax": open_orbax, "Hugging Face": open_hf, "GGUF": open_gguf}
+    return readers[kind_of(path)](path, config)
 
 
-def is_orbax(path: str | os.PathLike[str]) -> bool:
-    """Whether a directory is ours (True) or Hugging Face's (False). Raises `CheckpointError` if it
-    is neither."""
+def kind_of(path: str | os.PathLike[str]) -> Kind:
+    """What a path holds: a directory of ours or of Hugging Face, a GGUF file, or a folder whose
+    only weights are one. Raises `CheckpointError` if it is none of them."""
     path = Path(path)
     if not path.exists():
         raise CheckpointError(f"{path}: {foreign.missing(path)}")
     if not path.is_dir():
+        if is_gguf(path):
+            return "GGUF"
         raise CheckpointError(f"{path}: {foreign.not_a_directory(path)}")
     if (path / MANIFEST).is_file():
-        return True
+        return "Orbax"
+    if gguf_files(path) and not any(path.glob("*.safetensors")):
+        return "GGUF"
     if (path / "config.json").is_file():
-        return False
-    looked_for = f"{MANIFEST} (written by save) and config.json (Hugging Face)"
+        return "Hugging Face"
+    looked_for = f"{MANIFEST} (written by save), config.json (Hugging Face) and a GGUF file"
     reason = foreign.without_weights(path) or f"not a checkpoint: looked for {looked_for}"
     raise CheckpointError(f"{path}: {reason}")

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..errors import CheckpointError
 from . import stored_formats
+from .gguf_file import GgufTensor
 from .safetensors_io import WIDE, Stored, read_block
 from .tensor_map import MappedLeaf, check_no_problems
 from .weight_format import QuantizationConfig, WeightFormat
@@ -103,7 +104,7 @@ class EncodedMatrix:
         return values
 
 
-type Tensor = Stored | EncodedMatrix
+type Tensor = Stored | EncodedMatrix | GgufTensor
 """The tensor with the values of one name."""
 
 

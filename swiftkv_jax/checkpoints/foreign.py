@@ -36,8 +36,6 @@ def not_a_directory(path: Path) -> str:
     with path.open("rb") as opened:
         begin = opened.read(len(_POINTER))
     check_no_pointer(path, begin)
-    if begin.startswith(b"GGUF") or path.suffix == ".gguf":
-        return _gguf("")
     if path.suffix in (".safetensors", ".json"):
         return f"a checkpoint is a directory: give {path.parent}"
     return "a checkpoint is a directory"
@@ -49,7 +47,7 @@ def without_weights(path: Path) -> str | None:
     if ADAPTER in names:
         return _adapter(path / ADAPTER)
     if found := [name for name in names if name.endswith(".gguf")]:
-        return _gguf(f"{_first(found)}: ")
+        return f"{_first(found)}: a projector of images; the model's own GGUF file is needed"
     if reason := pickles(names):
         return reason
     if (path / "snapshots").is_dir():
@@ -66,13 +64,6 @@ def pickles(names: Iterable[str]) -> str | None:
     return (
         f"{_first(found)}: pickle files can run code; convert to safetensors, with "
         f"save_pretrained of transformers, or get the model's safetensors files"
-    )
-
-
-def _gguf(which: str) -> str:
-    return (
-        f"{which}GGUF is not supported; get the safetensors repository of the model that it was "
-        f"made from"
     )
 
 

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from ..config import Config
 from ..cut import has_same_delta
 from ..errors import CheckpointError
-from ..model import Model
+from ..model import AuxiliaryFiles, Model
 from ..quantization import SCALE, VALUES, Format, Scheme, refuse_quantized
 from ..stacks import split_layers
 from . import foreign, source
@@ -161,6 +161,24 @@ def open_hf(path: str | os.PathLike[str], config: Config | None = None) -> Sourc
     if quantized is not None and format is None:
         found = join_tensors(path, stored, leaves(file_config), quantized, names)
 
+    return source_of(
+        path, file_config, auxiliary_files, eos_token_ids, found, format, names, config=config
+    )
+
+
+def source_of(
+    path: Path,
+    file_config: Config,
+    auxiliary_files: AuxiliaryFiles,
+    eos_token_ids: tuple[int, ...],
+    found: Sequence[Tensor],
+    format: Format | None = None,
+    names: TensorNames = BY_ITSELF,
+    *,
+    config: Config | None,
+) -> Source:
+    """The model whose files hold the tensors `found`, after checking that these are exactly those
+    of `file_config`. `config` as in `load_hf`."""
     present = _present(file_config, found, format)
     tensors = _match(path, present, found, format, names)
     _check_tied_head(path, file_config, tensors)

@@ -1,4 +1,4 @@
-"""Read leaves from safetensors files, each device's slice straight from the file."""
+"""Read leaves from safetensors and GGUF files, each device's slice straight from the file."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from jax.sharding import Sharding
 from ..errors import CheckpointError, OutOfMemoryError
 from ..hardware import GIB
 from ..quantization import SCALE
-from .encoded import EncodedMatrix, Tensor
+from .encoded import Tensor
 from .interleaved import split_pairs
-from .safetensors_io import DTYPES, read_into, verify
+from .safetensors_io import DTYPES, Stored, read_into, verify
 from .tensor_map import MappedLeaf
 
 
@@ -66,7 +66,7 @@ class TensorReader:
             tensor = self.tensors[name]
             target = out[entry]
             merged = target.reshape([part.stop - part.start for part in index])
-            if isinstance(tensor, EncodedMatrix):
+            if not isinstance(tensor, Stored):
                 tensor.read_into(merged, index)
             else:
                 partial = any(

@@ -45,7 +45,7 @@ def read_tokenizer(path: Path, contents: Mapping[str, bytes], hf_config: Mapping
     if "tokenizer.json" in contents:
         stored = json.loads(contents["tokenizer.json"])
         known = {token["id"]: token["content"] for token in stored.get("added_tokens") or ()}
-        source: dict[str, Any] = {"tokenizer_file": str(path / "tokenizer.json")}
+        source = _source(path / "tokenizer.json", contents["tokenizer.json"])
         if not {"tokenizer_config.json", "special_tokens_map.json"} & contents.keys():
             settings |= _named_by_ids(hf_config, known)
     else:
@@ -68,6 +68,16 @@ def read_tokenizer(path: Path, contents: Mapping[str, bytes], hf_config: Mapping
     backend.no_padding()
     _obey_flags(tokenizer, flags["add_bos_token"], flags["add_eos_token"], exact=llama)
     return tokenizer
+
+
+def _source(file: Path, content: bytes) -> dict[str, Any]:
+    """The argument of transformers for a tokenizer.json, which is no file where it was made from
+    something else."""
+    if file.is_file():  # an object would be copied
+        return {"tokenizer_file": str(file)}
+    from tokenizers import Tokenizer
+
+    return {"tokenizer_object": Tokenizer.from_str(content.decode())}
 
 
 def _settings(contents: Mapping[str, bytes]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class ModelOptions:
     or the device."""
 
     model: Path | None = None
-    """Checkpoint directory, or a name on the Hub; None is the demo model."""
+    """Checkpoint directory, GGUF file, or a name on the Hub; None is the demo model."""
     swiftkv: str = "auto"
     """A key of `SWIFTKV_CHOICES`."""
     dtype: str | None = None
@@ -98,7 +98,7 @@ def add_model_arguments(parser: argparse._ActionsContainer, *, demo: bool = True
         type=Path,
         metavar="DIR",
         required=not demo,
-        help=f"checkpoint, Hugging Face or Orbax, or its name on the Hub{default}",
+        help=f"checkpoint: Hugging Face, Orbax, GGUF, or its name on the Hub{default}",
     )
     add_revision(parser)
     add(

@@ -38,18 +38,6 @@ def test_a_mistyped_path(path, tmp_path, monkeypatch):
     assert message(tmp_path / path.replace("..", "")) == "no such file or directory"
 
 
-def test_gguf(tmp_path):
-    remedy = "get the safetensors repository of the model that it was made from"
-    (tmp_path / "model.gguf").write_bytes(b"GGUF\3\0\0\0")
-    (tmp_path / "named.bin").write_bytes(b"GGUF\3\0\0\0")
-    assert message(tmp_path / "model.gguf") == f"GGUF is not supported; {remedy}"
-    assert message(tmp_path / "named.bin") == f"GGUF is not supported; {remedy}"
-    assert message(tmp_path) == f"model.gguf: GGUF is not supported; {remedy}"
-    (tmp_path / "config.json").write_text(json.dumps(tiny.hf_config()))
-    (tmp_path / "other.gguf").write_bytes(b"GGUF")
-    assert message(tmp_path) == f"model.gguf and 1 more: GGUF is not supported; {remedy}"
-
-
 @pytest.mark.parametrize("config", [False, True])
 def test_an_adapter(tmp_path, config):
     """With the tokenizer and the config.json that some tools write beside it, too."""
@@ -100,7 +88,9 @@ def test_pickles(tmp_path, name, config):
 
 
 def test_other_folders_and_files(tmp_path):
-    looked_for = "looked for manifest.json (written by save) and config.json (Hugging Face)"
+    looked_for = (
+        "looked for manifest.json (written by save), config.json (Hugging Face) and a GGUF file"
+    )
     assert message(tmp_path) == f"not a checkpoint: {looked_for}"
     (tmp_path / "training_args.bin").write_bytes(b"")
     assert message(tmp_path) == f"not a checkpoint: {looked_for}"

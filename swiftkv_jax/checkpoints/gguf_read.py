@@ -1,0 +1,83 @@
+"""Read a GGUF file as if it were a Hugging Face directory: `gguf_config` makes its config.json,
+`gguf_tensors` its tensors, and `gguf_tokenizer` its tokenizer's files."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from ..config import Config
+from ..errors import ConfigError
+from ..model import AuxiliaryFiles, Model
+from . import source
+from .auxiliary import load_tokenizer
+from .gguf_config import architecture_of, hf_fields
+from .gguf_file import GgufFile, one_of, read_gguf, shards
+from .gguf_tensors import read_tensors
+from .gguf_tokenizer import end_tokens, tokenizer_files
+from .hf_config import config_from_hf
+from .hf_read import source_of
+from .source import Quantization, Source
+from .tensor_map import leaves
+
+
+def load_gguf(
+    path: str | os.PathLike[str],
+    *,
+    dtype: Any = None,
+    mesh: Mesh | None = None,
+    config: Config | None = None,
+    quantization: Quantization | None = None,
+) -> Model:
+    """Load a GGUF file, or a folder with one. Arguments as in `hf_read.load_hf`; weights are
+    decoded to `dtype`. Raises `CheckpointError` for anything missing, damaged or unsupported."""
+    opened = open_gguf(path, config)
+    assert opened.path is not None
+    tokenizer = load_tokenizer(opened.path, opened.auxiliary_files)
+    return source.load(
+        opened, dtype=dtype, mesh=mesh, tokenizer=tokenizer, quantization=quantization
+    )
+
+
+def open_gguf(path: str | os.PathLike[str], config: Config | None = None) -> Source:
+    """Check a file's metadata, and its tensors' names, shapes and types; read no weights yet.
+    `config` as in `load_gguf`."""
+    path = Path(path)
+    if path.is_dir():
+        path = one_of(gguf_files(path), path)
+    stamps = tuple(
+        (part.stat().st_mtime_ns, part.stat().st_size) for part in shards(path) if part.is_file()
+    )
+    file, fields, auxiliary_files, eos_token_ids = _read(path, stamps)
+    try:
+        file_config = config_from_hf(fields)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    _, architecture = architecture_of(file)
+    found = read_tensors(path, file, architecture, file_config, leaves(file_config))
+    return source_of(path, file_config, auxiliary_files, eos_token_ids, found, config=config)
+
+
+@functools.lru_cache(maxsize=1)
+def _read(
+    path: Path, stamps: tuple[tuple[int, int], ...]
+) -> tuple[GgufFile, dict[str, Any], AuxiliaryFiles, tuple[int, ...]]:
+    """What stands before the weights, kept for the next time: a command opens its model several
+    times, and building a tokenizer takes seconds."""
+    file = read_gguf(path)
+    try:
+        fields, eos_token_ids = hf_fields(file), end_tokens(file.metadata)
+        contents = tokenizer_files(file.metadata, fields["max_position_embeddings"], eos_token_ids)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return file, fields, AuxiliaryFiles(contents, fields), eos_token_ids
+
+
+def gguf_files(folder: Path) -> list[Path]:
+    """The GGUF files of a folder that may hold a model: without projectors of images, which lie
+    beside theirs."""
+    return [file for file in sorted(folder.glob("*.gguf")) if "mmproj" not in file.name]

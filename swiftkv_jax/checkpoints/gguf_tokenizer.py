@@ -1,0 +1,217 @@
+"""The tokenizer's files of a Hugging Face directory, from the metadata of a GGUF file: byte pairs
+with their merges (`gpt2`), and SentencePiece's pieces with their scores (`llama`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import ConfigError
+from .gguf_pretokenizers import PreTokenizer, pre_tokenizer
+from .hf_values import shown
+from .spm_file import ModelFile
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 3, 4, 5, 6  # tokenizer.ggml.token_type
+_BPE = 2  # SentencePiece's trainer_spec.model_type
+_GGML, _TEMPLATE = "tokenizer.ggml.", "tokenizer.chat_template"
+_NAMED = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "sep_token": "seperator_token_id",
+    "pad_token": "padding_token_id",
+    "mask_token": "mask_token_id",
+}
+_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# Tokens that end a turn, which many files do not name beside the one that ends a text.
+_END_NAMES = frozenset(
+    "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|>".split()
+)
+_USED = frozenset(
+    """
+    model pre tokens token_type scores merges add_bos_token add_eos_token add_space_prefix
+    """.split()
+)
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_sep_token": (False,),
+    "remove_extra_whitespaces": (False,),
+    "token_type_count": (0, 1),
+}
+
+
+def tokenizer_files(
+    metadata: Mapping[str, Any], max_length: int, eos_token_ids: tuple[int, ...]
+) -> dict[str, bytes]:
+    """File name -> content; none for a file without a tokenizer. `max_length` is the longest text
+    of the model. Raises `ConfigError` for a tokenizer that is not supported."""
+    kind = _get(metadata, "model")
+    if kind in (None, "none"):
+        return {}
+    _check(metadata)
+    tokens = _get(metadata, "tokens")
+    if not isinstance(tokens, list) or len(_types(metadata)) != len(tokens):
+        raise ConfigError(f"{_GGML}tokens and {_GGML}token_type must be lists of equal length")
+    if kind == "gpt2":
+        pre = pre_tokenizer(_get(metadata, "pre"))
+        tokenizer, bos, eos = _byte_pairs(metadata, pre), pre.add_bos, False
+    elif kind == "llama":
+        tokenizer, bos, eos = _sentence_pieces(metadata), True, False
+    else:
+        raise ConfigError(f"{_GGML}model={shown(kind)} is not supported; supported: gpt2, llama")
+    named = {
+        name: tokens[index]
+        for name, key in _NAMED.items()
+        if (index := _id(metadata, key)) is not None
+    }
+    around = {
+        "add_bos_token": _get(metadata, "add_bos_token", bos) and "bos_token" in named,
+        "add_eos_token": _get(metadata, "add_eos_token", eos) and "eos_token" in named,
+    }
+    settings = named | around | _templates(metadata)
+    settings |= {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_length,
+    }
+    _put_around(tokenizer, settings)
+    generation: dict[str, Any] = {"eos_token_id": [*eos_token_ids]} if eos_token_ids else {}
+    if (bos_id := _id(metadata, "bos_token_id")) is not None:
+        generation["bos_token_id"] = bos_id
+    return {
+        "tokenizer.json": tokenizer.to_str().encode(),
+        "tokenizer_config.json": json.dumps(settings, indent=2, ensure_ascii=False).encode(),
+        "generation_config.json": json.dumps(generation, indent=2).encode(),
+    }
+
+
+def end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    """The tokens that end a generation: those that the file names, and the known ones that end a
+    turn."""
+    named = [_id(metadata, key) for key in _ENDS]
+    tokens = _get(metadata, "tokens", [])
+    pairs = zip(tokens, _types(metadata), strict=False)
+    turns = [
+        i
+        for i, (text, kind) in enumerate(pairs)
+        if kind in (_CONTROL, _USER_DEFINED) and text in _END_NAMES
+    ]
+    return tuple(dict.fromkeys(i for i in (*named, *turns) if i is not None))
+
+
+def _get(metadata: Mapping[str, Any], name: str, default: Any = None) -> Any:
+    return metadata.get(_GGML + name, default)
+
+
+def _types(metadata: Mapping[str, Any]) -> list[int]:
+    found = _get(metadata, "token_type")
+    if found is None:  # all of them normal
+        return [1] * len(_get(metadata, "tokens", []))
+    return found.tolist() if isinstance(found, np.ndarray) else []
+
+
+def _id(metadata: Mapping[str, Any], key: str) -> int | None:
+    """The token of a key; SentencePiece's own where a file of its kind does not say. None for a
+    number beyond the vocabulary, which stands for no token."""
+    default = None
+    if _get(metadata, "model") == "llama":
+        default = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}.get(key)
+    index, count = _get(metadata, key, default), len(_get(metadata, "tokens", []))
+    return index if type(index) is int and 0 <= index < count else None
+
+
+def _check(metadata: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for a key of the tokenizer that could change ids and is not known."""
+    for key, value in metadata.items():
+        if not key.startswith(_GGML):
+            continue
+        name = key.removeprefix(_GGML)
+        if name in _USED or name.endswith(("_token_id", "_token_ids")):
+            continue
+        if name not in _NEUTRAL or value not in _NEUTRAL[name]:
+            raise ConfigError(f"unknown metadata {key}={shown(value)}: it could change token ids")
+
+
+def _templates(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The chat template, or the default one and the named ones, as tokenizer_config.json has
+    them."""
+    named = [
+        {"name": key.removeprefix(f"{_TEMPLATE}."), "template": value}
+        for key, value in metadata.items()
+        if key.startswith(f"{_TEMPLATE}.")
+    ]
+    default = metadata.get(_TEMPLATE)
+    if not named:
+        return {} if default is None else {"chat_template": default}
+    if default is not None:
+        named.insert(0, {"name": "default", "template": default})
+    return {"chat_template": named}
+
+
+def _put_around(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
+    """Have the tokenizer put around a text what the settings say, for readers of tokenizer.json
+    alone."""
+    from tokenizers import processors
+
+    before = [settings["bos_token"]] if settings["add_bos_token"] else []
+    after = [settings["eos_token"]] if settings["add_eos_token"] else []
+    if before or after:
+        one, other = [*before, "$A", *after], [*before, "$B:1", *after]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=one,
+            pair=one + other,
+            special_tokens=[(text, tokenizer.token_to_id(text)) for text in {*before, *after}],
+        )
+
+
+def _byte_pairs(metadata: Mapping[str, Any], pre: PreTokenizer) -> Tokenizer:
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+
+    if _get(metadata, "add_space_prefix", False):
+        raise ConfigError(f"{_GGML}add_space_prefix=True is not supported for byte pairs")
+    merges = [tuple(merge.split(" ")) for merge in _get(metadata, "merges", [])]
+    typed = list(enumerate(zip(_get(metadata, "tokens"), _types(metadata), strict=True)))
+    # Numbers beyond the tokenizer's, which fill the embedding's rows.
+    vocabulary = {text: i for i, (text, kind) in typed if kind != _UNUSED}
+    if wrong := [merge for merge in merges if len(merge) != 2 or "".join(merge) not in vocabulary]:
+        raise ConfigError(f"{_GGML}merges: {shown(' '.join(wrong[0]))} makes no token")
+    if not merges:
+        raise ConfigError(f"missing: {_GGML}merges")
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre.ignore_merges))
+    tokenizer.pre_tokenizer, normalizer = pre.build()
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens(
+        [
+            AddedToken(text, normalized=False, special=kind == _CONTROL)
+            for _, (text, kind) in typed
+            if kind in (_CONTROL, _USER_DEFINED)
+        ]
+    )
+    return tokenizer
+
+
+def _sentence_pieces(metadata: Mapping[str, Any]) -> Tokenizer:
+    tokens, scores, types = _get(metadata, "tokens"), _get(metadata, "scores"), _types(metadata)
+    if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
+        raise ConfigError(f"{_GGML}scores must have a number for each token")
+    pieces = [
+        SimpleNamespace(piece=text, score=score, type=kind)
+        for text, score, kind in zip(tokens, scores.tolist(), types, strict=True)
+    ]
+    prefix = bool(_get(metadata, "add_space_prefix", True))
+    trainer = SimpleNamespace(
+        model_type=_BPE, unk_id=_id(metadata, "unknown_token_id") or 0, byte_fallback=_BYTE in types
+    )
+    normalizer = SimpleNamespace(precompiled_charsmap=b"", remove_extra_whitespaces=False)
+    model = ModelFile(
+        SimpleNamespace(pieces=pieces, trainer_spec=trainer, normalizer_spec=normalizer)
+    )
+    return model.build(prefix=prefix, every_part=True)
