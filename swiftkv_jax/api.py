@@ -290,6 +290,7 @@ def calibrate(
     boundary_taps: int = 0,
     generated_kv: GeneratedKV | None = None,
     exact_tail: int | None = None,
+    exact_head: int | None = None,
     max_length: int = 2048,
     batch_size: int = 1,
 ) -> Calibrated:
@@ -301,11 +302,11 @@ def calibrate(
     of the hidden state suffice. They are packed into rows of at most `max_length` tokens, of which
     `batch_size` run at a time. On a mesh, rows of padding fill each batch up to a multiple of the
     devices along `data` and `fsdp`: the student is the same on every mesh and with every
-    `batch_size`, to rounding. Any delta that the model has is left behind. `generated_kv` and
-    `exact_tail` are what the student is fitted to and served with (`Config.generated_kv`); None is
-    as the model says. Raises `ConfigError` if the cut does not fit, `UsageError` if these or
-    `batch_size` do not, for a quantised model and for data that are neither or without tokens, and
-    `ValueError` if the teacher's upper projections were dropped.
+    `batch_size`, to rounding. Any delta that the model has is left behind. `generated_kv`,
+    `exact_tail` and `exact_head` are what the student is fitted to and served with
+    (`Config.generated_kv`); None is as the model says. Raises `ConfigError` if the cut does not
+    fit, `UsageError` if these or `batch_size` do not, for a quantised model and for data that are
+    neither or without tokens, and `ValueError` if the teacher's upper projections were dropped.
     """
     from . import calibration
     from .train.data.batches import calibration_batches
@@ -313,7 +314,7 @@ def calibrate(
     config = cut_of(
         model, num_key_value_layers, key_value_group_size, prompt_attention_layers, boundary_taps
     )
-    config = choose_generated_kv(config, generated_kv, exact_tail)
+    config = choose_generated_kv(config, generated_kv, exact_tail, exact_head)
     refuse_quantized(model.llama, "calibrate")
     if config.num_upper_layers == 0:
         raise UsageError(f"`num_key_value_layers`={num_key_value_layers}: no layer is left to fit")

@@ -48,7 +48,10 @@ def has_same_delta(config: Config, other: Config) -> bool:
 
 
 def choose_generated_kv(
-    config: Config, generated_kv: GeneratedKV | None = None, exact_tail: int | None = None
+    config: Config,
+    generated_kv: GeneratedKV | None = None,
+    exact_tail: int | None = None,
+    exact_head: int | None = None,
 ) -> Config:
     """`config` with these fields; fields that are None keep the values of `config`, except that
     `exact_tail` is 0 unless `generated_kv` is own.
@@ -66,6 +69,12 @@ def choose_generated_kv(
     if tail > (positions := config.max_position_embeddings):
         raise UsageError(f"`exact_tail`={tail}: this model has {positions} positions")
     try:
-        return dataclasses.replace(config, generated_kv=kv, exact_tail=tail)
+        config = dataclasses.replace(config, generated_kv=kv, exact_tail=tail)
     except ConfigError as error:
         raise UsageError(f"`generated_kv`={kv}: {error}") from None
+    if exact_head is None:
+        return config
+    try:
+        return dataclasses.replace(config, exact_head=exact_head)
+    except ConfigError as error:
+        raise UsageError(f"`exact_head`={exact_head}: {error}") from None

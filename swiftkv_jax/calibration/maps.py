@@ -32,7 +32,7 @@ from ..params import Leaf, Llama, require_teacher
 from ..sharding import swiftkv_shardings, to_host
 from ..transformer import run_lower_layers
 from . import solve
-from .moments import products, prompt_delta, run_teacher_layers, split_rows
+from .moments import fitted_tokens, products, prompt_delta, run_teacher_layers, split_rows
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ def add_map_batch(
     used."""
     config = config.at_length(batch.tokens.shape[1])
     segment_ids = batch.segment_ids
-    real = (segment_ids > 0).astype(jnp.float32)[..., None]
+    real = fitted_tokens(config, segment_ids).astype(jnp.float32)[..., None]
     x, tables = run_lower_layers(config, llama, batch, attention=attention)
     u, prompt = x, prompt_delta(llama, maps)
     for layer in range(index + 1):

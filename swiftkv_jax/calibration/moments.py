@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from ..attention import Attention
 from ..batch import Batch
-from ..boundary import previous_tokens, run_prompt_layer
+from ..boundary import first_tokens, previous_tokens, run_prompt_layer
 from ..config import Config
 from ..decoder_layers import project_q, self_layer
 from ..layers import norm, norm_heads, project_heads
@@ -229,7 +229,7 @@ def layer_moments(
     """The sums of one layer over a batch, without its number of tokens: fields as in `Moments` but
     for the first axis. `x` enters the layer, `kind` is its rotary table and window. Keys are taken
     before their norm, which the student has too."""
-    real = (segment_ids > 0).astype(jnp.float32)
+    real = fitted_tokens(config, segment_ids).astype(jnp.float32)
     # As in `self_layer`: where that runs too, the compiler keeps only one of them.
     h, (rope, window) = norm(config, x, block.attn_norm), kind
     q = project_q(config, qkv, h, rope)
@@ -247,6 +247,13 @@ def layer_moments(
         query_energy=pair_energy(q, real, config.rotated_dims),
         tokens=jnp.zeros(()),
     )
+
+
+def fitted_tokens(config: Config, segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    """Whether a token's keys and values are to be fitted: not padding, nor a first token that keeps
+    its own (`Config.exact_head`)."""
+    real = segment_ids > 0
+    return real & ~first_tokens(segment_ids) if config.exact_head else real
 
 
 def add_layer(

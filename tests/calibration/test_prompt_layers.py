@@ -76,7 +76,7 @@ def least_squares(s, y, weights, ridge, prior):
     return prior + np.linalg.lstsq(inputs, outputs)[0].T
 
 
-def expected(hf, tensors, batch: Batch, layers: int, taps: int):
+def expected(hf, tensors, batch: Batch, layers: int, taps: int, head: int = 0):
     """Maps, and for every projected layer [outputs, inputs] of keys and of values."""
     documents = [
         (row, np.flatnonzero(batch.segment_ids[row] == number))
@@ -109,12 +109,13 @@ def expected(hf, tensors, batch: Batch, layers: int, taps: int):
             for of in states
         ]
         weights = [received(hf, q, k) for q, k, _ in own]
+        counted = [np.arange(len(weight)) >= head for weight in weights]
         for row in range(len(ROWS)):
             at = [i for i, (where, _) in enumerate(documents) if where == row]
-            total = np.concatenate([weights[i] for i in at])
+            total = np.concatenate([weights[i][counted[i]] for i in at])
             limit = 1000 * np.median(total)
             for i in at:
-                weights[i] = np.minimum(weights[i], limit) * len(total)
+                weights[i] = np.minimum(weights[i], limit) * len(total) * counted[i]
                 weights[i] /= np.minimum(total, limit).sum()
         for name, index in ("k", 1), ("v", 2):
             values = np.concatenate([heads[index].reshape(len(heads[index]), -1) for heads in own])
@@ -128,18 +129,20 @@ def expected(hf, tensors, batch: Batch, layers: int, taps: int):
 
 
 @pytest.mark.parametrize(
-    ("layers", "taps", "bias"), [(0, 1, True), (1, 0, False), (2, 1, False), (3, 1, True)]
+    ("layers", "taps", "bias", "head"),
+    [(0, 1, True, 0), (1, 0, False, 0), (2, 1, False, 0), (3, 1, True, 0), (0, 1, False, 1)],
 )
-def test_it_is_the_least_squares_of_the_definition(layers, taps, bias):
+def test_it_is_the_least_squares_of_the_definition(layers, taps, bias, head):
     hf = tiny.hf_config(attention_bias=bias)
     tensors = tiny.tensors_for(hf)
     model, batch = tiny.model_of(hf, tensors), batch_of(hf)
     config = model.config.cut(K, prompt_attention_layers=layers, boundary_taps=taps)
+    config = dataclasses.replace(config, exact_head=head)
     llama = split_layers(config, model.llama)
     fit = calibrate(config, llama, [batch], attention=Attention())
     assert [layer.layer for layer in fit.layers] == list(range(K + layers, 6))
     assert fit.tokens == sum(map(sum, ROWS))
-    maps, keys, values = expected(hf, tensors, batch, layers, taps)
+    maps, keys, values = expected(hf, tensors, batch, layers, taps, head)
     delta, qkv, size = fit.delta, llama.upper_qkv, hf["hidden_size"]
     if layers:
         close(delta.mlp_map, np.stack(maps))
@@ -195,6 +198,19 @@ def test_it_is_nearer_to_the_teacher():
 
     plain, tapped, attended, both = (loss(*cut) for cut in ((0, 0), (0, 1), (2, 0), (2, 1)))
     assert both < min(tapped, attended) and max(tapped, attended) < plain
+
+
+def test_first_tokens_that_keep_their_own_bring_it_nearer():
+    rows, teacher = np.random.default_rng(1).integers(0, 61, (64, 40)), random_teacher()
+
+    def loss(layers: int, head: int) -> float:
+        model = skv.calibrate(
+            teacher, rows, K, prompt_attention_layers=layers, exact_head=head
+        ).model
+        assert model.config.exact_head == head
+        return divergence(model)
+
+    assert loss(0, 1) < loss(0, 0) and loss(2, 1) < loss(2, 0)
 
 
 def test_layers_with_keys_of_their_own_are_not_scaled():
