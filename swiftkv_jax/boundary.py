@@ -26,7 +26,7 @@ from .packed_attention import head_major, packed_reader
 from .params import QKV, Llama, SwiftKV, require_upper_kv
 from .quantization import Quantized, product
 from .rope import Tables, apply_rope, group_table, table_of
-from .sharding import all_gather_fsdp, constrain_activations
+from .sharding import all_gather_fsdp, all_gather_map, constrain_activations
 
 
 def boundary_kv(
@@ -88,7 +88,7 @@ def run_prompt_layer(
     block, qkv = layer_of(llama.upper), layer_of(prompt_projections(delta))
     rope = table_of(config, tables, kind)
     read = packed_reader(config, attention, segment_ids, kind.window)
-    mlp_map = delta.mlp_map[index] if mapped else None
+    mlp_map = all_gather_map(mesh, delta.mlp_map[index]) if mapped else None
 
     def attend(q, k, v):
         k, v = head_major(k), head_major(v)
@@ -129,7 +129,7 @@ def project_kv(
     alone = config.prompt_attention_layers
 
     def projected(leaf) -> Any:
-        return leaf if leaf is None or not alone else leaf[alone:]
+        return jax.tree.map(lambda stack: stack[alone:], leaf) if alone else leaf
 
     with jax.named_scope("project_kv"):
         s = norm(config, x, delta.norm)

@@ -89,10 +89,18 @@ def all_gather_fsdp[Tree: Block | QKV | SwiftKV](
 
 def all_gather_mix(mesh: Mesh | None, mix: jax.Array | None) -> jax.Array | None:
     """`all_gather_fsdp` for the value mix of one layer, K H H; None stays None."""
-    if mix is None or not _has_fsdp(mesh):
-        return mix
-    row = SWIFTKV_PARAMS.mix
-    return _gather(mesh, row.model_axes[row.stacked :], mix, 0)
+    return _gather_layer(mesh, SWIFTKV_PARAMS.mix, mix)
+
+
+def all_gather_map(mesh: Mesh | None, mlp_map: jax.Array) -> jax.Array:
+    """`all_gather_fsdp` for what stands in for the MLP of one layer, D D."""
+    return _gather_layer(mesh, SWIFTKV_PARAMS.mlp_map, mlp_map)
+
+
+def _gather_layer(mesh: Mesh | None, row: Param, leaf: Any) -> Any:
+    if leaf is None or not _has_fsdp(mesh):
+        return leaf
+    return _gather(mesh, row.model_axes[row.stacked :], leaf, 0)
 
 
 def all_gather_vocabulary(mesh: Mesh | None, matrix: jax.Array) -> jax.Array:

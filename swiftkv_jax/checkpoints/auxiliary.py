@@ -116,6 +116,8 @@ def to_hf_config(
         "shared_kv_heads",
         "generated_kv",
         "exact_tail",
+        "prompt_attention_layers",
+        "boundary_taps",
         "num_local_experts",
     )
     kept = {name: value for name, value in original.items() if name not in stale}

@@ -18,10 +18,13 @@ from .hf_values import MAX_NUMBER, check_integer, shown, unknown_field
 from .quantization_config import read_quantization_config
 from .wrapped import WRAPPED, is_wrapped, text_fields
 
-SWIFTKV, SHARED_BASIS = "_swiftkv", "_swiftkv_shared_basis"
-"""What the model type of a student ends with; the second where it has `SwiftKV.mix`: a type that
-the authors' classes do not know, because they would load it and leave the mixes out."""
-MODEL_TYPES = tuple(name + end for name in FAMILIES for end in ("", SWIFTKV, SHARED_BASIS))
+SWIFTKV, SHARED_BASIS, EXTENDED = "_swiftkv", "_swiftkv_shared_basis", "_swiftkv_extended"
+"""What the model type of a student ends with; the second where it has `SwiftKV.mix`, the third
+where it has prompt attention layers or taps: types that the authors' classes do not know, because
+they would load the model and leave those out."""
+MODEL_TYPES = tuple(
+    name + end for name in FAMILIES for end in ("", SWIFTKV, SHARED_BASIS, EXTENDED)
+)
 
 # Fields whose only supported value does not change the computation, for all families.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -64,7 +67,8 @@ _USED = frozenset(
     vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads head_dim rms_norm_eps rope_theta rope_scaling rope_parameters
     max_position_embeddings tie_word_embeddings num_key_value_layers key_value_group_size
-    shared_kv_heads generated_kv exact_tail quantization_config
+    shared_kv_heads generated_kv exact_tail prompt_attention_layers boundary_taps
+    quantization_config
     """.split()
 )
 # Null is a value of these, and the family's default of all others.
@@ -81,9 +85,10 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
         """
         vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
         num_key_value_heads head_dim max_position_embeddings sliding_window num_key_value_layers
-        key_value_group_size exact_tail max_window_layers no_rope_layer_interval
-        sliding_window_pattern original_max_position_embeddings num_experts num_local_experts
-        num_experts_per_tok moe_intermediate_size shared_intermediate_size sliding_window_size
+        key_value_group_size exact_tail prompt_attention_layers boundary_taps max_window_layers
+        no_rope_layer_interval sliding_window_pattern original_max_position_embeddings num_experts
+        num_local_experts num_experts_per_tok moe_intermediate_size shared_intermediate_size
+        sliding_window_size
         """,
     ),
     "a number": (
@@ -144,7 +149,9 @@ def config_from_hf(hf: Mapping[str, Any]) -> Config:
             f"model_type={shown(hf.get('model_type'))} is not supported; supported: "
             f"{', '.join((*FAMILIES, *WRAPPED))}, and their students"
         )
-    name = hf["model_type"].removesuffix(SHARED_BASIS).removesuffix(SWIFTKV)
+    name = hf["model_type"]
+    for end in (EXTENDED, SHARED_BASIS, SWIFTKV):
+        name = name.removesuffix(end)
     family = FAMILIES[name]
     _check_fields(hf, family)
     if hf.get("quantization_config") is not None:
@@ -185,6 +192,8 @@ def config_from_hf(hf: Mapping[str, Any]) -> Config:
         shared_kv_heads=_shared_kv_heads(hf.get("shared_kv_heads")),
         generated_kv=hf.get("generated_kv", "boundary"),
         exact_tail=hf.get("exact_tail", 0),
+        prompt_attention_layers=hf.get("prompt_attention_layers") or 0,
+        boundary_taps=hf.get("boundary_taps") or 0,
         family=name,
         **family.read(hf),
     )
@@ -260,6 +269,13 @@ def _fields_of(config: Config) -> dict[str, Any]:
             "architectures": [f"{family.architecture}SwiftKVSharedBasisForCausalLM"],
             "model_type": config.family + SHARED_BASIS,
             "shared_kv_heads": [list(row) for row in config.shared_kv_heads],
+        }
+    if config.prompt_attention_layers or config.boundary_taps:
+        fields |= {
+            "architectures": [f"{family.architecture}SwiftKVExtendedForCausalLM"],
+            "model_type": config.family + EXTENDED,
+            "prompt_attention_layers": config.prompt_attention_layers,
+            "boundary_taps": config.boundary_taps,
         }
     if config.generated_kv == "own":  # not known to the authors' stack, which serves `boundary`
         fields |= {"generated_kv": "own", "exact_tail": config.exact_tail}

@@ -89,7 +89,12 @@ def load_delta(path: str | os.PathLike[str], base: Model) -> Model:
     source.check_overrides(
         Path(path),
         config,
-        base.config.cut(config.num_key_value_layers, config.key_value_group_size),
+        base.config.cut(
+            config.num_key_value_layers,
+            config.key_value_group_size,
+            prompt_attention_layers=config.prompt_attention_layers,
+            boundary_taps=config.boundary_taps,
+        ),
     )
     cut = dataclasses.replace(
         base, config=config, llama=split_layers(config, base.llama), swiftkv=None

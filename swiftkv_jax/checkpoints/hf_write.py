@@ -27,9 +27,10 @@ from ..io.files import check_free, new_directory, write_json
 from ..model import Model
 from ..sharding import to_host
 from .auxiliary import write_auxiliary_files
+from .expanded import with_expanded_groups
 from .interleaved import join_pairs
 from .safetensors_io import crc32, write_file
-from .source import Source, from_model, parse_dtype, with_expanded_groups
+from .source import Source, from_model, parse_dtype
 from .tensor_map import MappedLeaf
 
 Format = Literal["full", "delta", "expanded"]

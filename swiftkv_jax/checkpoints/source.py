@@ -289,67 +289,6 @@ def with_split(stored: Source, config: Config) -> Source:
     return dataclasses.replace(stored, config=config, leaves=present, dtypes=dtypes, reader=reader)
 
 
-@dataclasses.dataclass(frozen=True)
-class ExpandedGroups:
-    """Reads the keys and values of a group once for each of its layers, as that layer uses them:
-    its own order of heads, and its `mix` of the values."""
-
-    stored: Source
-
-    def read(self, leaf: MappedLeaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
-        config = self.stored.config
-        by_name = {stored.name: stored for stored in self.stored.leaves}
-        array = self.stored.read(by_name[leaf.name], dtype, sharding)
-        if not (leaf.is_delta and leaf.param.axes[0] == "J"):
-            return array
-        array = jnp.repeat(array, config.key_value_group_size, axis=0)
-        if config.shared_kv_heads is None:
-            return array
-        heads = jnp.asarray(config.shared_kv_heads)
-        array = jax.vmap(lambda layer, order: layer[order])(array, heads)
-        if leaf.name not in ("swiftkv.v", "swiftkv.v_bias"):
-            return array
-        mix = self.stored.read(by_name["swiftkv.mix"], np.dtype(np.float32), sharding)
-        mixed = jnp.einsum(
-            "UKHD,UKGH->UKGD" if array.ndim == 4 else "UKH,UKGH->UKG",
-            array.astype(jnp.float32),
-            mix,
-            precision=jax.lax.Precision.HIGHEST,
-        )
-        return mixed.astype(dtype)
-
-
-def with_expanded_groups(stored: Source) -> Source:
-    """The same model without groups: every upper layer with keys and values of its own. Its
-    queries fit those, and not the teacher's keys: it is for `generated_kv` boundary only. Where
-    the model attends to two caches (`Config.has_two_caches`), its queries stay scaled for that.
-
-    Raises `UsageError` if it has mixes and is quantised.
-    """
-    if stored.config.shared_kv_heads is not None and stored.quantization:
-        raise UsageError(
-            f"layers that mix shared values cannot be written apart in {stored.quantization}: "
-            f"load them with `quantization`='none'"
-        )
-    config = stored.config
-    if config.has_two_caches:
-        logger.warning(
-            "written without groups the model is for generated_kv=boundary: its queries fit the "
-            "shared keys only, and stay scaled for own; better write the model as it was before "
-            "it was scaled"
-        )
-        config = dataclasses.replace(config, generated_kv="boundary", exact_tail=0)
-    config = config.cut(config.num_key_value_layers)
-    stored_names = {leaf.name for leaf in stored.leaves}
-    present = leaves(config, quantization=stored.quantization)
-    return dataclasses.replace(
-        stored,
-        config=config,
-        leaves=tuple(leaf for leaf in present if leaf.name in stored_names),
-        reader=ExpandedGroups(stored),
-    )
-
-
 def shardings(
     config: Config, mesh: Mesh | None, quantization: Format | None = None
 ) -> dict[str, Sharding]:
@@ -386,6 +325,8 @@ def check_overrides(path: Path, stored: Config, wanted: Config) -> None:
         num_key_value_layers=wanted.num_key_value_layers,
         key_value_group_size=wanted.key_value_group_size,
         shared_kv_heads=wanted.shared_kv_heads,
+        prompt_attention_layers=wanted.prompt_attention_layers,
+        boundary_taps=wanted.boundary_taps,
         generated_kv=wanted.generated_kv,
         exact_tail=wanted.exact_tail,
     )

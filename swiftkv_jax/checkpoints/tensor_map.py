@@ -35,7 +35,7 @@ from .compressed_tensors import SCALE_SUFFIX
 from .families import FAMILIES
 from .interleaved import Interleaved
 
-_ROTATED = frozenset("q k q_bias k_bias q_norm k_norm".split())
+_ROTATED = frozenset("q k q_bias k_bias q_norm k_norm k_tap".split())
 """Fields of `params` with a row for each dimension of a head that rotates."""
 
 

@@ -290,6 +290,20 @@ def add_cut(parser: argparse._ActionsContainer, what_for: str) -> None:
         "delta, or 1)",
     )
     flag(
+        "--prompt-attention-layers",
+        type=int,
+        metavar="M",
+        help="upper layers, the first ones, of which prompts run the attention, with a linear map "
+        "in place of the MLP (default: as in the model's delta, or 0)",
+    )
+    flag(
+        "--boundary-taps",
+        type=int,
+        choices=(0, 1),
+        help="1: keys and values come from the hidden states of a token and of the one before it "
+        "(default: as in the model's delta, or 0)",
+    )
+    flag(
         "--generated-kv",
         choices=GENERATED_KV,
         help=f"{what_for} generated tokens that keep each upper layer's own keys and values "

@@ -21,6 +21,7 @@ from ..checkpoints.source import Source
 from ..checkpoints.training_run import CALIBRATION, EXPORT
 from ..cli.devices import join_and_emulate, refuse_x64
 from ..config import Config
+from ..cut import has_same_delta
 from ..distributed import check_all_take_part, is_main_process
 from ..errors import UsageError
 from ..io.files import write_json
@@ -35,6 +36,7 @@ from .far_tokens import FAR_NATS, MIN_FAR_TOKENS, far_cell
 from .output_folder import prepare_folder, removed_if_empty
 from .recipe import DEMO, Recipe
 from .setup import (
+    boundary_settings,
     check_closed_form,
     cut_model,
     describe_run,
@@ -162,6 +164,8 @@ def run(recipe: Recipe, *, keep_delta: bool = False) -> None:
                 "data": recipe.data,
                 "num_key_value_layers": config.num_key_value_layers,
                 "key_value_group_size": config.key_value_group_size,
+                "prompt_attention_layers": config.prompt_attention_layers,
+                "boundary_taps": config.boundary_taps,
                 "generated_kv": config.generated_kv,
                 "exact_tail": config.exact_tail,
                 "layers": [dataclasses.asdict(layer) for layer in layers],
@@ -179,11 +183,12 @@ def _check_kept(source: Source, config: Config) -> None:
     """Raise `UsageError` unless the checkpoint's delta is one of `config` whose queries matter."""
     if not source.has_delta:
         raise UsageError("`keep_delta`: the model has no delta")
-    found = source.config.num_key_value_layers, source.config.key_value_group_size
-    if (config.num_key_value_layers, config.key_value_group_size) != found:
+    if not has_same_delta(config, source.config):
+        found = source.config
         raise UsageError(
-            f"`keep_delta`: the model's delta is of `num_key_value_layers`={found[0]} and "
-            f"`key_value_group_size`={found[1]}"
+            f"`keep_delta`: the model's delta is of `num_key_value_layers`="
+            f"{found.num_key_value_layers} and `key_value_group_size`={found.key_value_group_size}"
+            + "".join(f", `{name}`={value}" for name, value in boundary_settings(found).items())
         )
     if source.config.has_two_caches:
         raise UsageError("`keep_delta`: the model is for `generated_kv`=own: it is scaled already")

@@ -122,6 +122,12 @@ def table_of_bytes(title: str, memory: dict[str, float]) -> str:
     )
 
 
+def boundary_words(config: Config) -> str:
+    """What of prompt attention layers and taps there is, to end a list; empty if nothing."""
+    alone, taps = config.prompt_attention_layers, config.boundary_taps
+    return f", {alone} prompt attention layers" * (alone > 0) + ", with a tap" * taps
+
+
 def describe_plan(recipe: Recipe, config: Config, dtype: jnp.dtype) -> str:
     """Two lines: the model and its cut, and the batch on the devices."""
     frozen, trained = (
@@ -132,7 +138,7 @@ def describe_plan(recipe: Recipe, config: Config, dtype: jnp.dtype) -> str:
     return (
         f"{frozen:,} frozen and {trained:,} trained parameters, {config.num_key_value_layers} of "
         f"{config.num_layers} layers own their keys "
-        f"and values, groups of {config.key_value_group_size}\n"
+        f"and values, groups of {config.key_value_group_size}{boundary_words(config)}\n"
         f"mesh {recipe.mesh} ({count_devices(recipe.mesh)}), {dtype}, remat {recipe.remat}; a "
         f"step is {recipe.batch_size} rows of "
         f"{recipe.max_length:,} tokens in {recipe.gradient_accumulation_steps} micro-batches, "

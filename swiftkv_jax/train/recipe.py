@@ -82,6 +82,10 @@ class Recipe:
     or half of the layers."""
     key_value_group_size: int | None = None
     """Upper layers that share one key/value cache. None: as in the model's delta, or 1."""
+    prompt_attention_layers: int | None = None
+    """Upper layers of which prompts run the attention (`Config.prompt_attention_layers`). None: as
+    in the model's delta, or 0; `boundary_taps` too."""
+    boundary_taps: int | None = None
     generated_kv: GeneratedKV | None = None
     """Where generated tokens take their upper keys and values from, in training and in the exported
     model (`Config.generated_kv`); None: as in the model."""
@@ -249,7 +253,12 @@ STEERING_LATER = {
 }
 """Fields that steer the updates too, but are missing in the first checkpoints; each with the value
 that those were trained with."""
-UNRECORDED = STEERING_LATER | {"generated_kv": "boundary", "exact_tail": 0}
+UNRECORDED = STEERING_LATER | {
+    "generated_kv": "boundary",
+    "exact_tail": 0,
+    "prompt_attention_layers": 0,
+    "boundary_taps": 0,
+}
 """Values of settings that a checkpoint does not name."""
 NOT_STEERING = (
     # Their results are in the fingerprint: weights, cut, data, number of steps.
@@ -257,6 +266,8 @@ NOT_STEERING = (
     "data",
     "num_key_value_layers",
     "key_value_group_size",
+    "prompt_attention_layers",
+    "boundary_taps",
     "generated_kv",
     "exact_tail",
     "init",

@@ -43,7 +43,13 @@ def cut_model(recipe: Recipe, found: Config) -> Config:
 
     Raises `UsageError` for settings that do not fit the model.
     """
-    config = choose_cut(found, recipe.num_key_value_layers, recipe.key_value_group_size)
+    config = choose_cut(
+        found,
+        recipe.num_key_value_layers,
+        recipe.key_value_group_size,
+        prompt_attention_layers=recipe.prompt_attention_layers,
+        boundary_taps=recipe.boundary_taps,
+    )
     config = choose_generated_kv(config, recipe.generated_kv, recipe.exact_tail)
     if recipe.init == "closed-form" and not has_same_delta(found, config):
         check_closed_form(config)
@@ -175,6 +181,7 @@ def fingerprint(
             "dtype": str(model.dtype),
             "num_key_value_layers": model.config.num_key_value_layers,
             "key_value_group_size": model.config.key_value_group_size,
+            **boundary_settings(model.config),
             **own_settings(model.config),
             "base_model": digest_all(jax.tree.leaves(model.llama)),
             "first_delta": initial_delta_digest,
@@ -193,6 +200,13 @@ def check_trainable(config: Config) -> None:
             f"with `generated_kv`=boundary, then run train calibrate --keep-delta --generated-kv "
             f"own on the trained model"
         )
+
+
+def boundary_settings(config: Config) -> dict[str, Any]:
+    """The part of a fingerprint about prompt attention layers and taps; empty if there are none, as
+    in earlier checkpoints."""
+    names = "prompt_attention_layers", "boundary_taps"
+    return {name: value for name in names if (value := getattr(config, name))}
 
 
 def own_settings(config: Config) -> dict[str, Any]:
@@ -225,6 +239,9 @@ def describe_run(recipe: Recipe, model: Model, mesh: Mesh) -> str:
     groups = own = ""
     if config.key_value_group_size > 1:
         groups = f", of the others {config.key_value_group_size} share a cache"
+    if alone := config.prompt_attention_layers:
+        groups += f"; prompts run the attention of the next {alone}"
+    groups += "; with a tap" * config.boundary_taps
     if config.generated_kv == "own":
         tail = f" and the last {config.exact_tail} of a prompt" if config.exact_tail else ""
         own = f"; generated tokens{tail} keep those of every layer"

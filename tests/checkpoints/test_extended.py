@@ -1,0 +1,156 @@
+"""Students with prompt attention layers and taps come back from every format."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import swiftkv_jax as skv
+from swiftkv_jax.checkpoints.hf_read import load_delta
+from swiftkv_jax.convert import main
+from swiftkv_jax.initialization import init_swiftkv
+from swiftkv_jax.model import Model
+from swiftkv_jax.quantization import is_quantized
+from tests import tiny
+
+HF = tiny.hf_config(attention_bias=True)
+TOKENS = tiny.tokens_for(HF, 2, 19)
+CUTS = [(0, 1, 1), (2, 0, 1), (2, 1, 1), (2, 1, 2)]
+"""(prompt attention layers, taps, group size); layers of a group mix shared values."""
+
+
+def student_of(layers: int, taps: int, group: int) -> Model:
+    """A student of which every tensor is random."""
+    plain = tiny.model_of(HF, tiny.tensors_for(HF))
+    model = skv.add_swiftkv(plain, 2, group, prompt_attention_layers=layers, boundary_taps=taps)
+    config = model.config
+    if group > 1:
+        heads = ((0, 1),) * layers + ((0, 1), (1, 0))
+        config = dataclasses.replace(config, shared_kv_heads=heads)
+    start, tree = jax.tree.flatten(init_swiftkv(config, model.llama))
+    keys = jax.random.split(jax.random.key(0), len(start))
+    drawn = [
+        leaf + 0.1 * jax.random.normal(key, leaf.shape)
+        for leaf, key in zip(start, keys, strict=True)
+    ]
+    delta = jax.tree.unflatten(tree, drawn)
+    if group > 1 and layers:  # they have no group: nothing mixes their values
+        eye = jnp.broadcast_to(jnp.eye(config.head_dim), delta.mix[:layers].shape)
+        delta = dataclasses.replace(delta, mix=delta.mix.at[:layers].set(eye))
+    return dataclasses.replace(model, config=config, swiftkv=delta)
+
+
+@pytest.fixture(scope="module", params=CUTS, ids=str)
+def student(request) -> Model:
+    layers, taps, group = request.param
+    return student_of(layers, taps, group)
+
+
+def same_logits(found: Model, wanted: Model, rounding: float = 0.0):
+    for swiftkv in (False, True):
+        expected = np.asarray(skv.logits(wanted, TOKENS, swiftkv=swiftkv))
+        atol = rounding * np.abs(expected).max()
+        np.testing.assert_allclose(skv.logits(found, TOKENS, swiftkv=swiftkv), expected, atol=atol)
+
+
+@pytest.mark.parametrize("format", ["full", "delta", "expanded"])
+def test_it_comes_back_from_a_hugging_face_folder(student, format, tmp_path):
+    skv.save_hf(student, tmp_path / "hf", format=format)
+    written = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert written["model_type"] == "llama_swiftkv_extended", "one that other loaders refuse"
+    config = student.config
+    assert written["prompt_attention_layers"] == config.prompt_attention_layers
+    assert written["boundary_taps"] == config.boundary_taps
+    if format == "delta":
+        back = load_delta(tmp_path / "hf", tiny.model_of(HF, tiny.tensors_for(HF)))
+    else:
+        back = skv.load(tmp_path / "hf", dtype="float32")
+    if format == "expanded":
+        ungrouped = dataclasses.replace(config, key_value_group_size=1, shared_kv_heads=None)
+        assert back.config == ungrouped
+        same_logits(back, student, 1e-5)
+    else:
+        assert back.config == config
+        jax.tree.map(np.testing.assert_array_equal, back.swiftkv, student.swiftkv)
+        same_logits(back, student, 1e-6)
+
+
+def test_it_comes_back_from_orbax(student, tmp_path):
+    skv.save(student, tmp_path / "orbax")
+    back = skv.load(tmp_path / "orbax", dtype="float32")
+    assert back.config == student.config
+    jax.tree.map(np.testing.assert_array_equal, back.swiftkv, student.swiftkv)
+
+
+def test_tensors_are_named_after_their_layers(tmp_path):
+    from safetensors.numpy import load_file
+
+    student = student_of(1, 1, 1)
+    skv.save_hf(student, tmp_path / "hf", format="delta")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    assert student.swiftkv is not None
+    for layer in range(3, 6):
+        for name in "kv":
+            stored = tensors[f"model.layers.{layer}.self_attn.{name}_tap_swiftkv.weight"]
+            own = getattr(student.swiftkv, f"{name}_tap")[layer - 3]
+            np.testing.assert_array_equal(stored, own.reshape(16, 32))
+    np.testing.assert_array_equal(
+        tensors["model.layers.2.mlp.map_swiftkv.weight"], student.swiftkv.mlp_map[0]
+    )
+    assert not [name for name in tensors if "layers.2.self_attn.k_tap" in name]
+    assert not [name for name in tensors if "layers.3.mlp.map" in name]
+
+
+def test_another_cut_leaves_it_behind(tmp_path):
+    student = student_of(2, 1, 1)
+    skv.save_hf(student, tmp_path / "hf")
+    skv.save(student, tmp_path / "orbax")
+    for name in ("hf", "orbax"):
+        back = skv.load(tmp_path / name, dtype="float32")
+        other = skv.add_swiftkv(back, 3)
+        assert (other.config.prompt_attention_layers, other.config.boundary_taps) == (0, 0)
+        expected = skv.logits(student, TOKENS, swiftkv=False)
+        np.testing.assert_allclose(skv.logits(other, TOKENS, swiftkv=False), expected, atol=1e-5)
+
+
+def test_taps_are_quantised_and_maps_are_not(tmp_path):
+    student = student_of(2, 1, 1)
+    skv.save_hf(student, tmp_path / "hf")
+    small = skv.load(tmp_path / "hf", dtype="float32", quantization="int8")
+    assert small.swiftkv is not None
+    assert is_quantized(small.swiftkv.k_tap) and is_quantized(small.swiftkv.v_tap)
+    assert student.swiftkv is not None
+    np.testing.assert_array_equal(small.swiftkv.mlp_map, student.swiftkv.mlp_map)
+    exact, rounded = (skv.logits(model, TOKENS) for model in (student, small))
+    assert np.abs(rounded - exact).max() < 0.2 * np.abs(exact).max()
+
+
+def test_inspect_names_what_there_is(tmp_path, capsys):
+    skv.save_hf(student_of(2, 1, 1), tmp_path / "both")
+    assert main(["inspect", str(tmp_path / "both")]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^prompt_attention_layers +2$", shown, re.M)
+    assert re.search(r"^boundary_taps +1$", shown, re.M) and "boundary_taps=1" not in shown
+    skv.save_hf(student_of(0, 1, 1), tmp_path / "tap")
+    assert main(["inspect", str(tmp_path / "tap")]) == 0
+    assert "prompt_attention_layers" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt_attention_layers": "2"}, "prompt_attention_layers='2' must be an integer"),
+        ({"boundary_taps": 2}, "boundary_taps=2 must be 0 or 1"),
+        ({"prompt_attention_layers": 4}, "prompt_attention_layers=4 must be from 0 to 3"),
+    ],
+)
+def test_bad_fields_are_one_line(fields, message, tmp_path):
+    skv.save_hf(student_of(2, 1, 1), tmp_path / "hf")
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    with pytest.raises(skv.CheckpointError, match=message):
+        skv.load(tmp_path / "hf")
