@@ -9,6 +9,8 @@ python -m benchmarks.NAME, where NAME is
     train_step        the distillation step: operations against two whole models, memory, speed, MFU
     teachers          makes a teacher for `quality`: a small Llama trained on Python source
     quality           students beside their teacher, by cut, start, training and serving (demo)
+    real              students of models that people use: text, tasks that read the prompt
+    distill_real      trains such students by a plan, and measures them as `real` does
     closed_form       what limits the closed form: calibration tokens, keys or values (demo)
     hidden_loss       whether the weight of the hidden state's error matters in training (demo)
     serve             the engine at Llama-3.1-8B shape: prefill, decode, throughput, both models

@@ -26,6 +26,7 @@ from .on_gpu import full_page as gpu_page
 from .on_gpu import summarised as gpu_summary
 from .predict.page import full_page, summarised
 from .quality import sections as quality
+from .real import table as real
 from .recorded import asserted, demo, shipped
 from .result_files import (
     ALL_RESULT_NAMES,
@@ -35,6 +36,7 @@ from .result_files import (
     newest,
     newest_path,
     quality_documents,
+    real_documents,
 )
 
 ROOT = Path(__file__).parent.parent
@@ -333,7 +335,8 @@ def pages() -> Iterator[tuple[Path, str]]:
 
 def page() -> str:
     """The page of measurements."""
-    parts = [make() for make in SECTIONS] + [quality.section(quality_documents())]
+    parts = [make() for make in SECTIONS]
+    parts += [real.section(real_documents()), quality.section(quality_documents())]
     parts = [part for part in parts + [make() for make in LAST_SECTIONS] if part is not None]
     titles = [part.splitlines()[0].removeprefix("## ") for part in parts]
     contents = " · ".join(f"[{title}](#{anchor(title)})" for title in titles)

@@ -37,7 +37,8 @@ ALL_RESULT_NAMES = {
 OPTIONAL = {"hidden loss"}
 """Subjects that may have no result file yet; their sections are left out then."""
 QUALITY = "quality-*.json"
-"""All files count: each has some of the students."""
+REAL = "real-*.json"
+"""All files of both count: each has some of the students."""
 
 
 def newest_path(subject: str) -> Path:
@@ -70,14 +71,24 @@ def all_of(subject: str) -> list[dict[str, Any]]:
 
 def quality_documents() -> list[dict[str, Any]]:
     """The results of `benchmarks.quality`."""
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob(QUALITY))]
+    return _read_all(QUALITY)
+
+
+def real_documents() -> list[dict[str, Any]]:
+    """The results of `benchmarks.real` and `benchmarks.distill_real`, oldest first."""
+    return sorted(_read_all(REAL), key=lambda document: document["date"])
+
+
+def _read_all(pattern: str) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob(pattern))]
 
 
 def files_page() -> str:
     rows = []
     paths = [(subject, newest_path(subject)) for subject in RESULT_NAMES if is_measured(subject)]
     paths += [(subject, path) for subject in ALL_RESULT_NAMES for path in all_paths(subject)]
-    paths += [("quality", path) for path in sorted(RESULTS.glob(QUALITY))]
+    for subject, pattern in (("quality", QUALITY), ("real models", REAL)):
+        paths += [(subject, path) for path in sorted(RESULTS.glob(pattern))]
     for subject, path in paths:
         result = json.loads(path.read_text(encoding="utf-8"))
         where = result["device"]["kind"]

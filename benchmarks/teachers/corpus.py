@@ -60,8 +60,8 @@ def write_corpus(folder: Path) -> None:
     ):
         for package in (*HELD_OUT, *PACKAGES):
             part = parts[package] = _part(package)
-            for name, text in _texts(package):
-                if _repeats(text, seen):
+            for name, text in source_files(package):
+                if repeats(text, seen):
                     part.left_out += 1
                     continue
                 part.files += 1
@@ -86,7 +86,7 @@ def _part(package: str) -> _Part:
     return _Part(metadata["Version"], name, package in HELD_OUT)
 
 
-def _texts(package: str) -> Iterator[tuple[str, str]]:
+def source_files(package: str) -> Iterator[tuple[str, str]]:
     """(name, text) of a package's files of an allowed size, by name."""
     if package == STDLIB:
         found = find_files(DataSource(STDLIB))
@@ -106,7 +106,7 @@ def _texts(package: str) -> Iterator[tuple[str, str]]:
                 continue
 
 
-def _repeats(text: str, seen: set[bytes]) -> bool:
+def repeats(text: str, seen: set[bytes]) -> bool:
     """Whether most lines of a file stand in others; if not, its own are added to `seen`."""
     lines = {
         hashlib.blake2b(line.encode(), digest_size=8).digest()

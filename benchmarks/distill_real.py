@@ -1,0 +1,290 @@
+"""Train students of a real model, one after another, and measure each as `benchmarks.real` does.
+
+    python -m benchmarks.distill_real gpu --model PARTS --seconds 780    one H100, in 15 minutes
+    python -m benchmarks.distill_real cpu --model MODEL                  two cores, a night
+    python -m benchmarks.distill_real gpu --model MODEL --dry-run        operations and times
+
+The model is a folder, a GGUF file, or a folder of parts (`benchmarks.real.parts`). Training text is
+English and code of this machine's packages (`benchmarks.real.corpus`) and, as a second source, what
+the model itself writes. Training is that of `swiftkv train`, with its checkpoints.
+
+Every student that is finished is measured and added to the JSON of its model in
+`benchmarks/results`, as are the evaluations of one that is not. When the time is over the run at
+hand is saved. The same command continues: with the next step, or with the next student.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import swiftkv_jax as skv
+from swiftkv_jax import cli
+from swiftkv_jax.checkpoints import open_any
+from swiftkv_jax.cost import train_flops_per_token
+from swiftkv_jax.hardware import HARDWARE
+from swiftkv_jax.model import Model
+from swiftkv_jax.train import loop
+from swiftkv_jax.train.data.prepare import prepare
+from swiftkv_jax.train.data.sources import DataSource
+from swiftkv_jax.train.metrics import METRICS, read_metrics
+from swiftkv_jax.train.recipe import Recipe
+from swiftkv_jax.train.setup import cut_model, open_tokenizer
+
+from .real import corpus, generations, parts, table
+from .real.__main__ import add_flags, name_of, settings_of
+from .real.cells import PROGRAMS, Cell
+from .real.measure import Bench
+from .real.results import Results
+
+GENERATED_SHARE = 1, 9
+"""Weights of what the model wrote and of the packages' text."""
+UTILISATIONS = (0.1, 0.2, 0.3)
+"""Shares of an H100's peak at which `--dry-run` gives times."""
+
+logger = logging.getLogger("swiftkv_jax.benchmarks")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Students in the order in which they are trained."""
+
+    runs: tuple[tuple[float, int], ...]
+    """(share of the layers that are lower ones, tokens)."""
+    batch_size: int
+    """Rows of an optimiser step."""
+    max_length: int
+    learning_rate: float
+    generated_tokens: int
+    """That the model writes before."""
+    sequences: int
+    """That it writes together."""
+    evaluations: int
+    """During a run, beside the first and the last."""
+    eval_batches: int
+    calibration_tokens: int | None = None
+    """Of the start in closed form; None is the trainer's default."""
+
+    def cells(self, num_layers: int, program: str) -> list[Cell]:
+        """The students; tokens are rounded to whole steps."""
+        per_step = self.batch_size * self.max_length
+        return [
+            Cell(cut, PROGRAMS[program].at(num_layers - cut), "own", 64, steps * per_step)
+            for cut, tokens in ((round(num_layers * share), tokens) for share, tokens in self.runs)
+            for steps in [max(1, round(tokens / per_step))]
+        ]
+
+
+SHARES = (1 / 2, 2 / 3, 3 / 5, 23 / 30)
+"""K = 15, 20, 18 and 23 of 30 layers: the cuts of the bars first."""
+PLANS = {
+    "gpu": Plan(
+        tuple((share, 40_000_000 if share == 1 / 2 else 20_000_000) for share in SHARES),
+        batch_size=64,
+        max_length=1024,
+        learning_rate=1e-3,
+        generated_tokens=500_000,
+        sequences=256,
+        evaluations=8,
+        eval_batches=2,
+    ),
+    "cpu": Plan(
+        tuple((share, tokens) for tokens in (2**18, 2**20) for share in SHARES),
+        batch_size=8,
+        max_length=512,
+        learning_rate=5e-4,
+        generated_tokens=24_576,
+        sequences=16,
+        evaluations=0,
+        eval_batches=2,
+        calibration_tokens=24_576,
+    ),
+    "tiny": Plan(
+        ((1 / 2, 512), (3 / 4, 512)),
+        batch_size=2,
+        max_length=128,
+        learning_rate=1e-3,
+        generated_tokens=512,
+        sequences=2,
+        evaluations=0,
+        eval_batches=1,
+        calibration_tokens=1024,
+    ),
+}
+"""`tiny` only shows that everything runs."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = cli.ArgumentParser(
+        prog="python -m benchmarks.distill_real",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    flag = parser.add_argument
+    flag("plan", choices=PLANS)
+    flag("--model", required=True, help="folder, GGUF file or folder of parts")
+    flag("--program", choices=PROGRAMS, default="both", help="(default: %(default)s)")
+    flag("--seconds", type=float, help="stop and save after so many seconds")
+    flag("--folder", type=Path, default=Path("runs/distill-real"), help="(default: %(default)s)")
+    flag("--dry-run", action="store_true", help="operations and times, without training")
+    add_flags(parser)
+    args = parser.parse_args(argv)
+    return cli.run(lambda: run(args), parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit code."""
+    plan, started = PLANS[args.plan], time.perf_counter()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    if parts.is_split(Path(args.model)):
+        args.model = join(Path(args.model), args.folder)
+    cells = plan.cells(open_any(args.model).config.num_layers, args.program)
+    if args.dry_run:
+        print(estimate(plan, args.model, cells))
+        return cli.OK
+    if args.seconds is not None:
+        stop_after(args.seconds)
+    teacher = skv.load(args.model)
+    results = Results.open(name_of(args), teacher, settings_of(args), args.output)
+    cells = [cell for cell in cells if not _is_measured(results, cell)]
+    data = training_data(args, plan, teacher)
+    bench = Bench(teacher, settings_of(args), [cell.num_key_value_layers for cell in cells])
+    for number, cell in enumerate(cells, 1):
+        passed = time.perf_counter() - started
+        logger.info("%d of %d after %.0f s: %s", number, len(cells), passed, cell)
+        recipe = recipe_of(plan, cell, args, data)
+        finished = loop.run(recipe)
+        progress = {"training": evaluations(recipe)}
+        if finished.exported is None:
+            results.note(f"unfinished: {cell}", progress["training"])
+            return cli.INTERRUPTED
+        found = bench.figures(skv.load(finished.exported)) | progress
+        results.add(cell, found)
+        logger.info("%s: %s", cell, table.summary(found))
+    print(table.table([results.document]))
+    logger.info("written to %s", results.path)
+    return cli.OK
+
+
+def join(folder: Path, target: Path) -> str:
+    """The file of the parts, joined into a folder if it is not there."""
+    file = target / parts.name_of(folder)
+    if not file.exists():
+        parts.join(folder, file)
+    return str(file)
+
+
+def stop_after(seconds: float) -> None:
+    """Ask the trainer to save and stop, as SIGTERM does, in so many seconds."""
+    timer = threading.Timer(seconds, functools.partial(os.kill, os.getpid(), signal.SIGTERM))
+    timer.daemon = True
+    timer.start()
+
+
+def _is_measured(results: Results, cell: Cell) -> bool:
+    if (found := results.find(cell)) is None:
+        return False
+    logger.info("measured before: %s", cell)
+    return bool(found)
+
+
+def training_data(args: argparse.Namespace, plan: Plan, teacher: Model) -> tuple[str, ...]:
+    """The two sources as packed rows, in the form of `Recipe.data`; what is there is used again.
+    Writes the held-out text beside them."""
+    documents = corpus.training_documents(args.corpus)
+    written = args.folder / f"generated-{plan.generated_tokens}.jsonl"
+    if not written.exists():
+        logger.info("the model writes %s tokens", f"{plan.generated_tokens:,}")
+        generations.write(
+            teacher, documents, written, tokens=plan.generated_tokens, sequences=plan.sequences
+        )
+    corpus.write_held_out(held_out_file(args), settings_of(args).seed)
+    tokenizer = open_tokenizer(Recipe(args.model, (), args.folder))
+    sources = written, args.corpus / corpus.TRAIN
+    packed = [
+        prepare(DataSource(str(path)), tokenizer, plan.max_length, args.folder / "data").path
+        for path in sources
+    ]
+    return tuple(f"{path}:{weight}" for path, weight in zip(packed, GENERATED_SHARE, strict=True))
+
+
+def held_out_file(args: argparse.Namespace) -> Path:
+    return args.folder / "held-out.jsonl"
+
+
+def recipe_of(plan: Plan, cell: Cell, args: argparse.Namespace, data: tuple[str, ...]) -> Recipe:
+    """What `swiftkv train` is given for a student."""
+    steps = cell.tokens // (plan.batch_size * plan.max_length)
+    settings: dict[str, Any] = cell.program.options
+    name = f"{cell.num_key_value_layers}-{args.program}-{cell.tokens}"
+    return Recipe(
+        args.model,
+        data,
+        args.folder / name,
+        num_key_value_layers=cell.num_key_value_layers,
+        generated_kv=cell.generated_kv,
+        exact_tail=cell.exact_tail,
+        calibration_tokens=plan.calibration_tokens,
+        eval_data=str(held_out_file(args)),
+        max_length=plan.max_length,
+        batch_size=plan.batch_size,
+        max_steps=steps,
+        learning_rate=plan.learning_rate,
+        eval_steps=max(1, steps // (plan.evaluations + 1)) if plan.evaluations else None,
+        eval_batches=plan.eval_batches,
+        save_steps=max(8, steps // 16),
+        save_total_limit=1,
+        logging_steps=max(1, steps // 50),
+        **settings,
+    )
+
+
+def evaluations(recipe: Recipe) -> list[dict[str, Any]]:
+    """The trainer's rows of held-out figures so far."""
+    rows = read_metrics(recipe.output_dir / METRICS)
+    return [row for row in rows if any(name.startswith("eval_") for name in row)]
+
+
+def estimate(plan: Plan, model: str, cells: list[Cell]) -> str:
+    """Operations of each run, and its time on an H100 at some shares of its peak."""
+    hardware = next(one for one in HARDWARE if one.name == "H100 SXM")
+    lines, total = [], 0.0
+    for cell in cells:
+        recipe = Recipe(
+            model,
+            (),
+            Path(),
+            num_key_value_layers=cell.num_key_value_layers,
+            generated_kv=cell.generated_kv,
+            exact_tail=cell.exact_tail,
+            max_length=plan.max_length,
+            **cell.program.options,
+        )
+        config = cut_model(recipe, open_any(model).config)
+        per_token = train_flops_per_token(config, plan.max_length, remat=recipe.remat)
+        total += per_token * cell.tokens
+        lines.append(
+            f"{cell}: {per_token / 1e9:.2f} GFLOP a token, {_times(per_token, cell, hardware)}"
+        )
+    shares = ", ".join(f"{share:.0%}" for share in UTILISATIONS)
+    seconds = [total / hardware.flops / share for share in UTILISATIONS]
+    lines.append(f"in all {total / 1e15:.1f} PFLOP: " + ", ".join(f"{s:,.0f} s" for s in seconds))
+    return "\n".join([f"seconds at {shares} of {hardware.name}'s peak", *lines])
+
+
+def _times(per_token: float, cell: Cell, hardware: Any) -> str:
+    seconds = [per_token * cell.tokens / hardware.flops / share for share in UTILISATIONS]
+    return ", ".join(f"{one:,.0f} s" for one in seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

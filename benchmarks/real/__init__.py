@@ -1,0 +1,2 @@
+"""Students of models that people use, beside their teachers, on text and on tasks that read the
+prompt."""

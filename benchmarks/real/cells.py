@@ -1,0 +1,120 @@
+"""Which students of a model are measured: cut, program of the prompt, how they are served and how
+long they were trained."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from swiftkv_jax import api
+from swiftkv_jax.config import GeneratedKV
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.model import Model
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What the prompt computes above the cut beside the projections of keys and values."""
+
+    boundary_taps: int = 0
+    prompt_attention_layers: int = 0
+    exact_head: int = 0
+
+    def at(self, upper_layers: int) -> Program:
+        """The same with no more layers of attention than a cut of so many upper layers takes."""
+        count = min(self.prompt_attention_layers, upper_layers - 1)
+        return dataclasses.replace(self, prompt_attention_layers=count)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those that are not zero, as `skv.calibrate` and `Recipe` take them."""
+        return {name: value for name, value in vars(self).items() if value}
+
+    def __str__(self) -> str:
+        parts = ["tap"] if self.boundary_taps else []
+        if count := self.prompt_attention_layers:
+            parts.append(f"attention of {count}")
+        if self.exact_head:
+            parts.append("exact head")
+        return ", ".join(parts) or "closed form"
+
+
+PROGRAMS = {
+    "base": Program(),
+    "tap": Program(boundary_taps=1),
+    "attention": Program(prompt_attention_layers=3),
+    "both": Program(boundary_taps=1, prompt_attention_layers=3),
+    "head": Program(exact_head=1),
+    "all": Program(boundary_taps=1, prompt_attention_layers=3, exact_head=1),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One student. The fields are those of `Config`."""
+
+    num_key_value_layers: int
+    program: Program
+    generated_kv: GeneratedKV
+    exact_tail: int
+    tokens: int = 0
+    """Tokens that it was trained on."""
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What tells cells apart in a result file."""
+        return {
+            "num_key_value_layers": self.num_key_value_layers,
+            **vars(self.program),
+            "generated_kv": self.generated_kv,
+            "exact_tail": self.exact_tail,
+            "trained_tokens": self.tokens,
+        }
+
+    def __str__(self) -> str:
+        served = f"own, tail {self.exact_tail}" if self.generated_kv == "own" else "boundary"
+        trained = f", {self.tokens:,} tokens" if self.tokens else ""
+        return f"K={self.num_key_value_layers}, {self.program}, {served}{trained}"
+
+
+SERVED: tuple[tuple[GeneratedKV, int], ...] = (("own", 64), ("boundary", 0))
+CUTS = {30: (27, 23, 20, 18, 15)}
+"""Layers of a model -> K, most layers first; of others the shares of `OTHER_CUTS`."""
+OTHER_CUTS = (5 / 6, 2 / 3, 1 / 2)
+
+
+def default_cuts(num_layers: int) -> tuple[int, ...]:
+    """The K at which a model is measured unless others are named."""
+    return CUTS.get(num_layers) or tuple(round(num_layers * share) for share in OTHER_CUTS)
+
+
+def untrained_cells(
+    num_layers: int, cuts: Sequence[int], programs: Sequence[str], served: Sequence[str]
+) -> list[Cell]:
+    """Program after program, in each cut after cut, as `served` (values of `generated_kv`) says.
+    Raises `UsageError` for an unknown program."""
+    for name in programs:
+        if name not in PROGRAMS:
+            raise UsageError(f"`programs`={name!r}: expected some of {','.join(PROGRAMS)}")
+    return [
+        Cell(cut, program.at(num_layers - cut), generated_kv, tail)
+        for program in (PROGRAMS[name] for name in PROGRAMS if name in programs)
+        for cut in cuts
+        for generated_kv, tail in SERVED
+        if generated_kv in served
+    ]
+
+
+def calibrated(cell: Cell, teacher: Model, rows: Sequence[Any]) -> api.Calibrated:
+    """The untrained student of a cell in closed form, from rows of token ids."""
+    return api.calibrate(
+        teacher,
+        rows,
+        cell.num_key_value_layers,
+        generated_kv=cell.generated_kv,
+        exact_tail=cell.exact_tail,
+        max_length=max(map(len, rows)),
+        batch_size=4,
+        **cell.program.options,
+    )

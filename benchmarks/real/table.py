@@ -1,0 +1,157 @@
+"""The tables of real models."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .. import markdown
+from ..quality.held_out import LENGTH, PROMPT
+from . import documents
+from .cells import Program
+
+Cell = dict[str, Any]
+_COLUMNS = (
+    "K",
+    "program",
+    "served",
+    "trained on",
+    "prefill",
+    "English",
+    "code",
+    "KL",
+    "agreement",
+    "far",
+    *(task.name for task in documents.TASKS),
+    "HumanEval",
+)
+_SHORT = 0, 1, 2, 3, 4, 5, 6, 9, 10
+"""Columns of the table for the README."""
+
+LEGEND = (
+    f"`prefill` are the operations of a prompt of 2,048 tokens, as a share of the teacher's. "
+    f"`English` and `code` are how far the student's perplexity is above the teacher's on the "
+    f"tokens after a prompt of {PROMPT}, in rows of {LENGTH} of held-out packages; KL and "
+    f"agreement are means of both. `far` are the nats lost on far tokens of both. The next three "
+    f"columns are the share of questions whose answer is right in every token, student minus "
+    f"teacher, in points: `recall` of values in a register, `questions` about people, and "
+    f"`identifiers` to complete, over documents of 512 to 4,096 tokens. The last is the same of "
+    f"functions of HumanEval that pass their tests. ± is one standard error of the paired "
+    f"difference. Students without a number of tokens are in closed form."
+)
+
+
+def summary(cell: Cell) -> str:
+    """A line about one cell."""
+    parts = [f"{kind} {_percent(text['above'])}" for kind, text in cell["texts"].items()]
+    parts.append(f"far {_far(cell)}")
+    parts += [f"{name} {_points(found)}" for name, found in cell["tasks"].items()]
+    return ", ".join(parts)
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """All cells of one model's documents."""
+    return markdown.table(_COLUMNS, _lines(found))
+
+
+def short_table(found: Sequence[dict[str, Any]]) -> str:
+    """The same with fewer columns."""
+    lines = [tuple(line[i] for i in _SHORT) for line in _lines(found)]
+    return markdown.table([_COLUMNS[i] for i in _SHORT], lines)
+
+
+def section(found: Sequence[dict[str, Any]]) -> str | None:
+    """The section of the page of measurements: models in the order of their names; None where
+    nothing was measured."""
+    models = dict[str, list[dict[str, Any]]]()
+    for document in found:
+        if document["cells"]:
+            models.setdefault(document["model"]["name"], []).append(document)
+    if not models:
+        return None
+    parts = [f"{_describe(each)}\n\n{table(each)}" for _, each in sorted(models.items())]
+    return markdown.section("Students of real models", _INTRODUCTION, LEGEND, *parts)
+
+
+_INTRODUCTION = (
+    "`python -m benchmarks.real MODEL` fits students in closed form and measures them; "
+    "`python -m benchmarks.distill_real PLAN` trains them "
+    "([how](../CONTRIBUTING.md#measurements)). A program is what the prompt computes above the "
+    "cut: the closed form only, a tap on the token before, the attention of some upper layers, or "
+    "an exact first token."
+)
+
+
+def _describe(found: Sequence[dict[str, Any]]) -> str:
+    model, settings = found[-1]["model"], found[-1]["settings"]
+    cell = found[-1]["cells"][0]
+    texts = ", ".join(
+        f"{text['teacher_perplexity']:.2f} on {text['tokens']:,} tokens of {kind}"
+        for kind, text in cell["texts"].items()
+    )
+    tasks = ", ".join(
+        f"{task['teacher']:.0%} of {task['questions']} of `{name}`"
+        for name, task in cell["tasks"].items()
+    )
+    return (
+        f"**{model['name']}** ({model['layers']} layers, {model['parameters'] / 1e6:.0f}M "
+        f"parameters), fitted to {settings['calibration_tokens']:,} tokens. The teacher's "
+        f"perplexity is {texts}; {cell['far']['tokens']:,} are far tokens."
+        + f" It answers {tasks}."
+        * bool(tasks)
+    )
+
+
+def _lines(found: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    cells = [cell for document in found for cell in document["cells"]]
+    newest = {_order(cell): cell for cell in cells}
+    for _, cell in sorted(newest.items()):
+        yield _line(cell, found[-1]["model"]["layers"])
+
+
+def _order(cell: Cell) -> tuple[Any, ...]:
+    program = cell["exact_head"], cell["prompt_attention_layers"], cell["boundary_taps"]
+    served = cell["generated_kv"] == "boundary", cell["exact_tail"]
+    return -cell["num_key_value_layers"], program, served, cell["trained_tokens"]
+
+
+def _line(cell: Cell, layers: int) -> tuple[str, ...]:
+    kept, tokens, texts = cell["num_key_value_layers"], cell["trained_tokens"], cell["texts"]
+    kl, agreement = (
+        sum(text[name]["value"] for text in texts.values()) / len(texts)
+        for name in ("kl", "agreement")
+    )
+    tail = cell["exact_tail"]
+    return (
+        f"{kept} ({kept / layers:.0%})",
+        str(Program(**{field.name: cell[field.name] for field in dataclasses.fields(Program)})),
+        f"`own`, tail {tail}" if cell["generated_kv"] == "own" else "`boundary`",
+        f"{tokens / 1e6:.2g}M" if tokens else "",
+        f"{cell['prefill_share']:.1%}",
+        *(_percent(texts[kind]["above"]) for kind in ("english", "code")),
+        f"{kl:.3f}",
+        f"{agreement:.1%}",
+        _far(cell),
+        *(_points(cell["tasks"].get(task.name)) for task in documents.TASKS),
+        _points(cell.get("human_eval")),
+    )
+
+
+def _percent(figure: dict[str, float]) -> str:
+    return f"{figure['value']:+.1%} ± {100 * figure['stderr']:.1f}"
+
+
+def _far(cell: Cell) -> str:
+    far = cell["far"]
+    if not far["tokens"]:
+        return "none"
+    return f"{far['lost']['value']:+.2f} ± {far['lost']['stderr']:.2f}"
+
+
+def _points(found: dict[str, Any] | None) -> str:
+    """A difference of two shares, in points."""
+    if found is None:
+        return ""
+    difference = found["difference"]
+    return f"{100 * difference['value']:+.0f} ± {100 * difference['stderr']:.0f}"
