@@ -158,7 +158,7 @@ def _facts(opened: Source, kind: str) -> list[tuple[str, str]]:
         ("key_value_group_size", str(config.key_value_group_size)),
         *(
             (name, str(value))
-            for name in ("prompt_attention_layers", "boundary_taps")
+            for name in ("prompt_attention_layers", "boundary_taps", "exact_head")
             if (value := getattr(config, name))
         ),
         ("teacher q, k, v", _yes(opened.has_teacher)),
@@ -213,7 +213,7 @@ def _options(config: Config) -> list[str]:
     shown = {"layer_kinds", "qkv_bias", "o_bias", "family", "num_experts", "num_experts_per_token"}
     shown |= {"max_position_embeddings", "tie_word_embeddings", "norm_eps", "shared_kv_heads"}
     shown |= {"num_key_value_layers", "key_value_group_size"}
-    shown |= {"prompt_attention_layers", "boundary_taps"}
+    shown |= {"prompt_attention_layers", "boundary_taps", "exact_head"}
     return [
         f"{field.name}={_shortened(getattr(config, field.name))}"
         for field in dataclasses.fields(config)

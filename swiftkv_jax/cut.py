@@ -40,9 +40,11 @@ def choose_cut(
 
 
 def has_same_delta(config: Config, other: Config) -> bool:
-    """Whether two architectures differ, at most, in `generated_kv` and `exact_tail`."""
+    """Whether two architectures differ, at most, in the tokens that keep their own upper keys and
+    values."""
     one, another = (
-        dataclasses.replace(each, generated_kv="boundary", exact_tail=0) for each in (config, other)
+        dataclasses.replace(each, generated_kv="boundary", exact_tail=0, exact_head=0)
+        for each in (config, other)
     )
     return one == another
 

@@ -116,6 +116,7 @@ def to_hf_config(
         "shared_kv_heads",
         "generated_kv",
         "exact_tail",
+        "exact_head",
         "prompt_attention_layers",
         "boundary_taps",
         "num_local_experts",

@@ -329,6 +329,7 @@ def check_overrides(path: Path, stored: Config, wanted: Config) -> None:
         boundary_taps=wanted.boundary_taps,
         generated_kv=wanted.generated_kv,
         exact_tail=wanted.exact_tail,
+        exact_head=wanted.exact_head,
     )
     found = dataclasses.asdict(cut)
     expected = dataclasses.asdict(wanted)

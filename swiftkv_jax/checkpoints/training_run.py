@@ -107,6 +107,7 @@ def _open_base(path: Path, base: str | os.PathLike[str] | None) -> Source:
         shared_kv_heads=None if heads is None else tuple(map(tuple, heads)),
         generated_kv=recorded.get("generated_kv", "boundary"),
         exact_tail=recorded.get("exact_tail", 0),
+        exact_head=recorded.get("exact_head", 0),
         prompt_attention_layers=recorded.get("prompt_attention_layers", 0),
         boundary_taps=recorded.get("boundary_taps", 0),
     )

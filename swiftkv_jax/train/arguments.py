@@ -315,6 +315,13 @@ def add_cut(parser: argparse._ActionsContainer, what_for: str) -> None:
         metavar="W",
         help="with --generated-kv own: also the last W tokens of a prompt (default: as the model)",
     )
+    flag(
+        "--exact-head",
+        type=int,
+        choices=(0, 1),
+        help="1: the first token of a text runs through all layers and keeps its own keys and "
+        "values, an attention sink (default: as the model)",
+    )
 
 
 def add_max_length(parser: argparse._ActionsContainer) -> None:

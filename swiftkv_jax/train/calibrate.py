@@ -168,6 +168,7 @@ def run(recipe: Recipe, *, keep_delta: bool = False) -> None:
                 "boundary_taps": config.boundary_taps,
                 "generated_kv": config.generated_kv,
                 "exact_tail": config.exact_tail,
+                "exact_head": config.exact_head,
                 "layers": [dataclasses.asdict(layer) for layer in layers],
                 "held_out": results,
                 "measured_on": recipe.eval_data if chosen is None else recipe.data,

@@ -123,9 +123,11 @@ def table_of_bytes(title: str, memory: dict[str, float]) -> str:
 
 
 def boundary_words(config: Config) -> str:
-    """What of prompt attention layers and taps there is, to end a list; empty if nothing."""
+    """What of prompt attention layers, taps and an exact head there is, to end a list; empty if
+    nothing."""
     alone, taps = config.prompt_attention_layers, config.boundary_taps
-    return f", {alone} prompt attention layers" * (alone > 0) + ", with a tap" * taps
+    words = f", {alone} prompt attention layers" * (alone > 0) + ", with a tap" * taps
+    return words + ", with an exact head" * config.exact_head
 
 
 def describe_plan(recipe: Recipe, config: Config, dtype: jnp.dtype) -> str:

@@ -91,6 +91,8 @@ class Recipe:
     model (`Config.generated_kv`); None: as in the model."""
     exact_tail: int | None = None
     """`Config.exact_tail`; None: as in the model."""
+    exact_head: int | None = None
+    """`Config.exact_head`; None: as in the model."""
     init: Init = "closed-form"
     """Start of the delta if the checkpoint has none at this cut: least squares on calibration
     tokens (`calibration`), or a copy of the teacher's projections
@@ -256,6 +258,7 @@ that those were trained with."""
 UNRECORDED = STEERING_LATER | {
     "generated_kv": "boundary",
     "exact_tail": 0,
+    "exact_head": 0,
     "prompt_attention_layers": 0,
     "boundary_taps": 0,
 }
@@ -270,6 +273,7 @@ NOT_STEERING = (
     "boundary_taps",
     "generated_kv",
     "exact_tail",
+    "exact_head",
     "init",
     "calibration_tokens",
     "max_steps",

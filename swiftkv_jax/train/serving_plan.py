@@ -31,6 +31,7 @@ def serving_table(config: Config, dtype: jnp.dtype, length: int) -> str:
     )
     width = max(map(len, names))
     served = config.generated_kv + (f", tail {config.exact_tail}" if config.exact_tail else "")
+    served += ", exact head" * config.exact_head
     lines = [f"{f'served ({served})':<{width}}   student   teacher"]
     lines += [
         f"{name:<{width}}  {own:8.2f}  {theirs:8.2f}  {own / theirs:4.0%}"

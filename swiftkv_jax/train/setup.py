@@ -50,7 +50,7 @@ def cut_model(recipe: Recipe, found: Config) -> Config:
         prompt_attention_layers=recipe.prompt_attention_layers,
         boundary_taps=recipe.boundary_taps,
     )
-    config = choose_generated_kv(config, recipe.generated_kv, recipe.exact_tail)
+    config = choose_generated_kv(config, recipe.generated_kv, recipe.exact_tail, recipe.exact_head)
     if recipe.init == "closed-form" and not has_same_delta(found, config):
         check_closed_form(config)
     if recipe.max_length > (positions := config.max_position_embeddings):
@@ -212,9 +212,10 @@ def boundary_settings(config: Config) -> dict[str, Any]:
 def own_settings(config: Config) -> dict[str, Any]:
     """The part of a fingerprint about tokens that keep their own upper keys and values; empty if
     there are none, as in earlier checkpoints."""
+    head = {"exact_head": config.exact_head} if config.exact_head else {}
     if config.generated_kv == "boundary":
-        return {}
-    return {"generated_kv": config.generated_kv, "exact_tail": config.exact_tail}
+        return head
+    return {"generated_kv": config.generated_kv, "exact_tail": config.exact_tail} | head
 
 
 def own_tail(config: Config) -> int | None:
@@ -245,6 +246,7 @@ def describe_run(recipe: Recipe, model: Model, mesh: Mesh) -> str:
     if config.generated_kv == "own":
         tail = f" and the last {config.exact_tail} of a prompt" if config.exact_tail else ""
         own = f"; generated tokens{tail} keep those of every layer"
+    own += "; so does the first token" * config.exact_head
     processes = "" if jax.process_count() == 1 else f" in {jax.process_count()} processes"
     return (
         f"{recipe.model}: {frozen:,} frozen and {trained:,} trained parameters; "

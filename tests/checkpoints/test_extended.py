@@ -19,15 +19,15 @@ from tests import tiny
 
 HF = tiny.hf_config(attention_bias=True)
 TOKENS = tiny.tokens_for(HF, 2, 19)
-CUTS = [(0, 1, 1), (2, 0, 1), (2, 1, 1), (2, 1, 2)]
-"""(prompt attention layers, taps, group size); layers of a group mix shared values."""
+CUTS = [(0, 1, 1, 0), (2, 0, 1, 0), (2, 1, 1, 1), (2, 1, 2, 0), (0, 0, 1, 1)]
+"""(prompt attention layers, taps, group size, exact head); layers of a group mix shared values."""
 
 
-def student_of(layers: int, taps: int, group: int) -> Model:
+def student_of(layers: int, taps: int, group: int, head: int = 0) -> Model:
     """A student of which every tensor is random."""
     plain = tiny.model_of(HF, tiny.tensors_for(HF))
     model = skv.add_swiftkv(plain, 2, group, prompt_attention_layers=layers, boundary_taps=taps)
-    config = model.config
+    config = dataclasses.replace(model.config, exact_head=head)
     if group > 1:
         heads = ((0, 1),) * layers + ((0, 1), (1, 0))
         config = dataclasses.replace(config, shared_kv_heads=heads)
@@ -46,8 +46,7 @@ def student_of(layers: int, taps: int, group: int) -> Model:
 
 @pytest.fixture(scope="module", params=CUTS, ids=str)
 def student(request) -> Model:
-    layers, taps, group = request.param
-    return student_of(layers, taps, group)
+    return student_of(*request.param)
 
 
 def same_logits(found: Model, wanted: Model, rounding: float = 0.0):
@@ -65,6 +64,7 @@ def test_it_comes_back_from_a_hugging_face_folder(student, format, tmp_path):
     config = student.config
     assert written["prompt_attention_layers"] == config.prompt_attention_layers
     assert written["boundary_taps"] == config.boundary_taps
+    assert written["exact_head"] == config.exact_head
     if format == "delta":
         back = load_delta(tmp_path / "hf", tiny.model_of(HF, tiny.tensors_for(HF)))
     else:
@@ -145,6 +145,7 @@ def test_inspect_names_what_there_is(tmp_path, capsys):
     [
         ({"prompt_attention_layers": "2"}, "prompt_attention_layers='2' must be an integer"),
         ({"boundary_taps": 2}, "boundary_taps=2 must be 0 or 1"),
+        ({"exact_head": 2}, "exact_head=2 must be 0 or 1"),
         ({"prompt_attention_layers": 4}, "prompt_attention_layers=4 must be from 0 to 3"),
     ],
 )
