@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from swiftkv_jax import cli
+from swiftkv_jax import cli, layers
 from swiftkv_jax.boundary import project_fused_kv
 from swiftkv_jax.cache import Pool, write_pages
 from swiftkv_jax.config import Config
@@ -151,7 +151,7 @@ def projection(config: Config):
     `infer.runner.cached_layers` does it."""
 
     def run(norm, kv, x, rope, pages, caches):
-        k, v = project_fused_kv(config, norm, kv, None, None, x, rope)
+        k, v = project_fused_kv(config, kv, None, None, layers.norm(config, x, norm), rope)
         written = jnp.ones((pages.size, PAGE_SIZE), bool)
 
         def write(pool, new):  # 1 K T H

@@ -22,11 +22,11 @@ from .attention import DEFAULT, Attention
 from .config import Config
 from .decoder_layers import attention_layer, kv_projections, self_layer
 from .layers import norm, norm_heads
-from .packed_attention import head_major, packed_reader
+from .packed_attention import head_major, mixed, packed_reader
 from .params import QKV, Llama, SwiftKV, require_upper_kv
 from .quantization import Quantized, product
 from .rope import Tables, apply_rope, group_table, table_of
-from .sharding import all_gather_fsdp, all_gather_map, constrain_activations
+from .sharding import all_gather_fsdp, all_gather_map, all_gather_mix, constrain_activations
 
 
 def boundary_kv(
@@ -87,12 +87,16 @@ def run_prompt_layer(
 
     block, qkv = layer_of(llama.upper), layer_of(prompt_projections(delta))
     rope = table_of(config, tables, kind)
+    mix = None if delta.mix is None else all_gather_mix(mesh, delta.mix[index])
     read = packed_reader(config, attention, segment_ids, kind.window)
     mlp_map = all_gather_map(mesh, delta.mlp_map[index]) if mapped else None
 
     def attend(q, k, v):
         k, v = head_major(k), head_major(v)
-        return read(q, k, v), (k, v)
+        if config.shared_kv_heads is None:
+            return read(q, k, v), (k, v)
+        heads = jnp.asarray(config.shared_kv_heads[index])
+        return mixed(read(q, k[:, heads], v[:, heads]), mix), (k, v)
 
     if not config.exact_head:
         x, kv = attention_layer(config, block, qkv, mlp_map, x, rope, attend)
@@ -148,18 +152,23 @@ def project_kv(
 
 def project_fused_kv(
     config: Config,
-    delta_norm: Float[Array, " D"] | None,
-    kv: Float[Array, "2 J K H D"] | Quantized,
-    bias: Float[Array, "2 J K H"] | None,
-    k_norm: Float[Array, "J Kq"] | None,
-    x,
+    kv: Float[Array, "2 P K H D"] | Quantized,
+    bias: Float[Array, "2 P K H"] | None,
+    k_norm: Float[Array, "P Kq"] | None,
+    s: Float[Array, "B T D"],
     rope,
-) -> tuple[Float[Array, "J B K T H"], Float[Array, "J B K T H"]]:
-    """`project_kv` with the weights of keys and values joined in one array, so that there is one
-    product for all groups. Serving joins them once."""
+    *,
+    kv_tap: Float[Array, "2 P K H D"] | Quantized | None = None,
+    before: Float[Array, "B T D"] | None = None,
+) -> tuple[Float[Array, "P B K T H"], Float[Array, "P B K T H"]]:
+    """`project_kv` from the normed state `s`, with the weights of keys and values joined in one
+    array, so that there is one product for all groups. Serving joins them once. `kv_tap` are those
+    of the taps, joined likewise, and `before` the normed states of the tokens before."""
     with jax.named_scope("project_kv"):
-        s = norm(config, x, delta_norm)
         out = product("BTD,PJKHD->PBTJKH", s, kv)
+        if kv_tap is not None:
+            assert before is not None
+            out = out + product("BTD,PJKHD->PBTJKH", before, kv_tap)
         if bias is not None:
             out = out + bias[:, None, None]
         k, v = apply_rope(norm_heads(config, out[0], k_norm), rope), out[1]

@@ -49,6 +49,8 @@ class KVCache:
 
     k: tuple[Pool, ...]
     v: tuple[Pool, ...]
+    tap: Leaf = None  # f32[X, D], with `Config.boundary_taps` only
+    """The normed boundary state of the last token written to each page: see `infer.runner.taps`."""
 
 
 def cache_dtype(kv_cache_dtype: KVCacheDtype, dtype) -> jnp.dtype:
@@ -76,15 +78,28 @@ def cache_shapes(config: Config, pages: int, page_size: int, dtype) -> KVCache:
         jax.ShapeDtypeStruct(shape[:3], jnp.float32) if jnp.dtype(dtype) in _EIGHT_BITS else None
     )
     pools = (Pool(jax.ShapeDtypeStruct(shape, dtype), scale),) * config.num_cache_layers
-    return KVCache(pools, pools)
+    states = jax.ShapeDtypeStruct((pages, config.embed_dim), jnp.float32)
+    return KVCache(pools, pools, states if config.boundary_taps else None)
 
 
-def init_cache(config: Config, pages: int, page_size: int, dtype, sharding=None) -> KVCache:
-    """A cache of zeros, each array made where `sharding` puts it."""
-    return jax.tree.map(
-        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=sharding),
-        cache_shapes(config, pages, page_size, dtype),
-    )
+def map_cache(
+    cache: KVCache, of_pages: Callable[[Any], Any], of_states: Callable[[Any], Any]
+) -> KVCache:
+    """The tree of `of_pages` of each array of keys and values, and `of_states` of that of `tap`."""
+    k, v = jax.tree.map(of_pages, (cache.k, cache.v))
+    return KVCache(k, v, None if cache.tap is None else of_states(cache.tap))
+
+
+def init_cache(
+    config: Config, pages: int, page_size: int, dtype, sharding=None, rows=None
+) -> KVCache:
+    """A cache of zeros. Arrays of keys and values are made where `sharding` puts them, that of
+    `tap` where `rows` does."""
+
+    def zeros(device):
+        return lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=device)
+
+    return map_cache(cache_shapes(config, pages, page_size, dtype), zeros(sharding), zeros(rows))
 
 
 def cache_sharding(config: Config, mesh: Mesh) -> NamedSharding:

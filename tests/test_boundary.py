@@ -1,6 +1,7 @@
 """`boundary` against its definition, written out token by token in NumPy."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,9 @@ CUTS = [(0, 1, 1, 0), (1, 0, 1, 0), (2, 1, 1, 0), (1, 1, 2, 0), (3, 0, 2, 0), (3
 """(M, taps, group size, exact head)"""
 
 
-def model_of(layers: int, taps: int, group: int, head: int = 0) -> tuple[Config, Llama, SwiftKV]:
+def model_of(
+    layers: int, taps: int, group: int, head: int = 0, **fields: Any
+) -> tuple[Config, Llama, SwiftKV]:
     """A random model in which nothing of the boundary is zero or one."""
     config = dataclasses.replace(
         BASE,
@@ -47,6 +50,7 @@ def model_of(layers: int, taps: int, group: int, head: int = 0) -> tuple[Config,
         boundary_taps=taps,
         key_value_group_size=group,
         exact_head=head,
+        **fields,
     )
     llama = init_llama(config, jax.random.key(0), scale=0.3)
     delta = init_swiftkv(config, llama)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from swiftkv_jax import layers
 from swiftkv_jax.boundary import project_fused_kv
 from swiftkv_jax.infer.runner.weights import weight_shapes
 from swiftkv_jax.layers import output_and_mlp, project_heads
@@ -34,7 +35,8 @@ def layer(block, qkv, norm, kv, x, rope):
     """What a token goes through at the boundary, but for attention: a layer, and the keys and
     values of two groups."""
     x = output_and_mlp(CONFIG, block, x, project_heads(x, qkv.q, None))
-    return x, project_fused_kv(CONFIG, norm, kv, None, None, x, rope)
+    s = layers.norm(CONFIG, x, norm)
+    return x, project_fused_kv(CONFIG, kv, None, None, s, rope)
 
 
 def elements(dimensions: str) -> int:

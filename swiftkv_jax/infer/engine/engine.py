@@ -67,12 +67,14 @@ class Engine[R: ModelRunnerBase]:
         self.max_model_len = options.max_model_len or config.max_position_embeddings
         model_runner.prepare()
         shapes = model_runner.shapes
+        # A tap reads the state of the token before, which its page has.
+        window = config.window and max(config.window, 1 + config.boundary_taps)
         self._pools = [
             PagePool(
                 shapes.num_pages,
                 shapes.page_size,
                 share=options.enable_prefix_caching,
-                window=config.window,
+                window=window,
                 pages_per_own_page=shapes.pages_per_own_page,
             )
             for _ in range(shapes.dp_size)

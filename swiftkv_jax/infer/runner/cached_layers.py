@@ -1,6 +1,7 @@
 """Layers over the cache: those that run for every token, and those that predict the next one.
 
-    every token:                `run_lower_layers`  embed, lower layers, upper keys and values
+    every token:                `run_lower_layers`  embed, lower layers
+                                `run_boundary`      upper keys and values
     decoded and scored tokens:  `run_upper_layers`  upper layers; then the logits
 
 Tokens that keep their own upper keys and values (`Config.generated_kv`) run through
@@ -13,6 +14,7 @@ layers of Llama-3.1-70B in a fifth of the time. XLA inlines the calls.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -24,10 +26,17 @@ from ...attention import Attention, merge_attention
 from ...boundary import project_fused_kv
 from ...cache import KVCache, Pool, keys_carry_nan
 from ...config import Config
-from ...decoder_layers import cross_layer, self_layer, two_cache_layer, with_queries
-from ...layers import embed
+from ...decoder_layers import (
+    attention_layer,
+    cross_layer,
+    self_layer,
+    two_cache_layer,
+    with_queries,
+)
+from ...layers import embed, norm
 from ...packed_attention import head_major, mixed
 from ...rope import Tables, group_table, rope_tables, table_of
+from .taps import TokenBefore
 from .weights import Weights
 
 Write = Callable[[Pool, Float[Array, "A K T H"]], Pool]
@@ -49,29 +58,68 @@ def run_lower_layers(
     write: Write,
     read: Read,
     attention: Attention,
-    *,
-    boundary_kv: bool = True,
 ) -> tuple[Float[Array, "A T D"], Tables, KVCache]:
     """What runs for every token: (hidden state at the SwiftKV layer, rotary tables, cache with the
-    tokens' keys and values). `boundary_kv` False leaves out those of the upper layers."""
+    tokens' keys and values in the lower layers)."""
     x, tables = embed(config, weights.embed, tokens), rope_tables(config, positions)
     pools = list(zip(cache.k, cache.v, strict=True))
     layer = _self_layer(config, write, read, attention)
     for i, (block, qkv) in enumerate(zip(weights.lower, weights.lower_qkv, strict=True)):
         x, pools[i] = layer(config.kind(i), block, qkv, x, tables, pools[i])
-    if weights.upper and boundary_kv:
-        k, v = project_fused_kv(
-            config,
-            weights.norm_swiftkv,
-            weights.kv,
-            weights.kv_bias,
-            weights.k_norm_swiftkv,
-            x,
-            group_table(config, tables),
-        )
-        for i, group in enumerate(range(config.num_kv_groups), start=config.num_lower_layers):
-            pools[i] = _store(pools[i], write, k[group], v[group])
-    return x, tables, _cache(pools)
+    return x, tables, _with_pools(cache, pools)
+
+
+def run_boundary(
+    config: Config,
+    weights: Weights,
+    x: Float[Array, "A T D"],
+    tables: Tables,
+    cache: KVCache,
+    write: Write,
+    read: Read,
+    attention: Attention,
+    *,
+    before: TokenBefore | None = None,
+) -> KVCache:
+    """The cache with the upper keys and values of tokens from their hidden states at the SwiftKV
+    layer, as module `boundary` defines them. `before` is needed where there are taps."""
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def prompt_layer(kind, weights, x, tables, pools):
+        block, qkv, mlp_map, mix = weights
+
+        def attend(q, k, v):
+            kv = _store(pools, write, head_major(k), head_major(v))
+            return mixed(read(q, *kv, kind.window), mix), kv
+
+        rope = table_of(config, tables, kind)
+        return attention_layer(config, block, qkv, mlp_map, x, rope, attend)
+
+    pools, states = list(zip(cache.k, cache.v, strict=True)), cache.tap
+    for i, (kv, mlp_map) in enumerate(zip(weights.prompt_kv, weights.prompt_map, strict=True)):
+        layer = config.num_lower_layers + i
+        mix = weights.upper_mix[i] if weights.upper_mix else None
+        of_layer = weights.upper[i], with_queries(kv, weights.upper_q[i]), mlp_map, mix
+        x, pools[layer] = prompt_layer(config.kind(layer), of_layer, x, tables, pools[layer])
+    rope = group_table(config, tables)
+    s, s_before = norm(config, x, weights.norm_swiftkv), None
+    if weights.kv_tap is not None:
+        assert before is not None
+        s_before, states = before(states, s)
+    k, v = project_fused_kv(
+        config,
+        weights.kv,
+        weights.kv_bias,
+        weights.k_norm_swiftkv,
+        s,
+        rope,
+        kv_tap=weights.kv_tap,
+        before=s_before,
+    )
+    for group in range(config.num_projected_groups):
+        i = config.first_projected_layer + group
+        pools[i] = _store(pools[i], write, k[group], v[group])
+    return dataclasses.replace(_with_pools(cache, pools), tap=states)
 
 
 def run_upper_layers(
@@ -96,8 +144,8 @@ def run_upper_layers(
 
     layers = zip(weights.upper, weights.upper_q, strict=True)
     for i, (block, queries) in enumerate(layers):
-        entry = config.num_lower_layers + i // config.key_value_group_size
         kind = config.kind(config.num_lower_layers + i)
+        entry = _group_pool(config, i)
         x = layer(kind, block, queries, x, tables, cache.k[entry], cache.v[entry])
     return x
 
@@ -121,7 +169,7 @@ def run_upper_layers_own(
     for i, (block, queries, kv) in enumerate(layers, start=config.num_lower_layers):
         qkv = with_queries(kv, queries)
         x, pools[i] = layer(config.kind(i), block, qkv, x, tables, pools[i])
-    return x, _cache(pools)
+    return x, _with_pools(cache, pools)
 
 
 class OwnCache(NamedTuple):
@@ -171,11 +219,16 @@ def run_upper_layers_two_caches(
     layers = zip(weights.upper, weights.upper_q, weights.upper_kv, mixes, strict=True)
     for i, of_layer in enumerate(layers):
         kind = config.kind(config.num_lower_layers + i)
-        group = config.num_lower_layers + i // config.key_value_group_size
+        group = _group_pool(config, i)
         part, pool = divmod(i, config.num_cache_layers)
         shared = pools[group] if group != pool else None
         x, pools[pool] = layer(kind, part, of_layer, x, tables, shared, pools[pool])
-    return x, _cache(pools)
+    return x, _with_pools(cache, pools)
+
+
+def _group_pool(config: Config, upper: int) -> int:
+    """Number of the pool of an upper layer's group."""
+    return config.num_lower_layers + config.kv_group(config.num_lower_layers + upper)
 
 
 def _self_layer(config: Config, write: Write, read: Read, attention: Attention):
@@ -198,5 +251,5 @@ def _store(pools: tuple[Pool, Pool], write: Write, k, v) -> tuple[Pool, Pool]:
     return write(pools[0], k), write(pools[1], v)
 
 
-def _cache(pools: list[tuple[Pool, Pool]]) -> KVCache:
-    return KVCache(tuple(k for k, _ in pools), tuple(v for _, v in pools))
+def _with_pools(cache: KVCache, pools: list[tuple[Pool, Pool]]) -> KVCache:
+    return dataclasses.replace(cache, k=tuple(k for k, _ in pools), v=tuple(v for _, v in pools))

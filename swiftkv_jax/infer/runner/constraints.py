@@ -6,7 +6,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from ...attention import Attention
-from ...cache import KVCache, cache_sharding, row_sharding
+from ...cache import KVCache, cache_sharding, map_cache, row_sharding
 from ...config import Config
 from ...sharding import replicated
 from .decode_state import DecodeBatch
@@ -17,12 +17,20 @@ def pool_sharding(config: Config, attention: Attention) -> NamedSharding | None:
     return None if attention.mesh is None else cache_sharding(config, attention.mesh)
 
 
+def state_sharding(attention: Attention) -> NamedSharding | None:
+    """Sharding of the cache's boundary states (`KVCache.tap`); None without a mesh."""
+    return None if attention.mesh is None else row_sharding(attention.mesh)
+
+
 def keep_cache_sharding(config: Config, cache: KVCache, attention: Attention) -> KVCache:
     """Give the cache the sharding that it had before the call: only then are donated buffers
     reused, and the compiled program fits the next call."""
     if attention.mesh is None:
         return cache
-    return jax.lax.with_sharding_constraint(cache, cache_sharding(config, attention.mesh))
+    pages, rows = cache_sharding(config, attention.mesh), row_sharding(attention.mesh)
+    return jax.lax.with_sharding_constraint(
+        cache, map_cache(cache, lambda _: pages, lambda _: rows)
+    )
 
 
 def split_rows(batch: DecodeBatch, attention: Attention) -> DecodeBatch:

@@ -1,6 +1,7 @@
 """The compiled programs of decoding, and copies of pages.
 
-every token:  `run_lower_layers`  embed, lower layers, upper keys and values
+every token:  `run_lower_layers`  embed, lower layers
+              `run_boundary`      upper keys and values
               `run_upper_layers`  upper layers; then the logits
 """
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from ...attention import DEFAULT, Attention
-from ...cache import KVCache, Pool, cache_sharding, row_sharding, write_token
+from ...cache import KVCache, Pool, cache_sharding, map_cache, row_sharding, write_token
 from ...config import Config
 from ...layers import unembed
 from ..engine.sampler_output import SamplerOutput
@@ -23,15 +24,23 @@ from ..sampling.sampler import apply_masks, sample, sample_greedy
 from .cached_layers import (
     OwnCache,
     Write,
+    run_boundary,
     run_lower_layers,
     run_upper_layers,
     run_upper_layers_own,
     run_upper_layers_two_caches,
 )
-from .constraints import keep_cache_sharding, pool_sharding, replicate, split_rows
+from .constraints import (
+    keep_cache_sharding,
+    pool_sharding,
+    replicate,
+    split_rows,
+    state_sharding,
+)
 from .decode_state import DecodeBatch, DecodeState
 from .prefill_chunk import INVALID_PAGE
 from .shapes import KVPrograms, serves_two_caches
+from .taps import decode_before
 from .weights import Weights
 
 
@@ -96,10 +105,17 @@ def decode_logits(
     page = page_of(batch.page_table, length, active)
     lengths = jnp.where(active, length + 1, 0)
     write, read = writer(page, length % page_size), reader(batch.page_table, lengths)
-    inputs, boundary_kv = (batch.token[:, None], length[:, None]), kv != "own"
     x, tables, cache = run_lower_layers(
-        config, weights, *inputs, cache, write, read, attention, boundary_kv=boundary_kv
+        config, weights, batch.token[:, None], length[:, None], cache, write, read, attention
     )
+    if weights.upper and kv != "own":
+        before = None
+        if cache.tap is not None:
+            last = page_of(batch.page_table, jnp.maximum(length - 1, 0), True)
+            before = decode_before(page, last, length, state_sharding(attention))
+        cache = run_boundary(
+            config, weights, x, tables, cache, write, read, attention, before=before
+        )
     if kv == "boundary":
         x = run_upper_layers(config, weights, x, tables, cache, read, attention)
     elif serves_two_caches(config, kv):
@@ -198,6 +214,7 @@ def copy_pages(
     if (mesh := attention.mesh) is None:
         return copy(cache, source, target)
     pages, rows = cache_sharding(config, mesh).spec, row_sharding(mesh).spec
-    return jax.shard_map(copy, mesh=mesh, in_specs=(pages, rows, rows), out_specs=pages)(
+    specs = map_cache(cache, lambda _: pages, lambda _: rows)
+    return jax.shard_map(copy, mesh=mesh, in_specs=(specs, rows, rows), out_specs=specs)(
         cache, source, target
     )

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, Sharding
 
-from ...cache import KVCache, cache_shapes, cache_sharding, init_cache, row_sharding
+from ...cache import KVCache, cache_shapes, cache_sharding, init_cache, map_cache, row_sharding
 from ...config import Config
 from ...mesh import dp_size
 from ...sharding import replicated
@@ -71,6 +71,7 @@ class Layout:
             shapes.page_size,
             self.cache_dtype,
             self.cache_sharding,
+            self.row_sharding,
         )
         batch = jax.device_put(shapes.empty_batch(slots), self.replicated)
         counts = (slots, self.config.vocab_size)
@@ -85,8 +86,8 @@ class Layout:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.row_sharding)
 
     def _cache(self, pages: int, page_size: int) -> KVCache:
-        sharding = self.cache_sharding
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            cache_shapes(self.config, pages, page_size, self.cache_dtype),
-        )
+        def placed(sharding):
+            return lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        shapes = cache_shapes(self.config, pages, page_size, self.cache_dtype)
+        return map_cache(shapes, placed(self.cache_sharding), placed(self.row_sharding))

@@ -1,9 +1,10 @@
 """The compiled programs of prefill: a chunk of prompt tokens, and scoring.
 
-    every token:                `run_lower_layers`  embed, lower layers, upper keys and values
+    every token:                `run_lower_layers`  embed, lower layers
+                                `run_boundary`      upper keys and values
     scored and own tokens:      `run_upper_layers`  upper layers; for scores the logits
 
-A prompt token stops after `run_lower_layers`: that is SwiftKV. The last token of a prompt is the
+A prompt token stops after `run_boundary`: that is SwiftKV. The last token of a prompt is the
 input of the first decode step, so prefill runs no upper layer and computes no logits; with
 `Config.exact_tail`, upper layers of the prompt's last tokens.
 """
@@ -30,14 +31,16 @@ from ..sampling.logprobs import gather_logprobs
 from .cached_layers import (
     OwnCache,
     Write,
+    run_boundary,
     run_lower_layers,
     run_upper_layers,
     run_upper_layers_own,
     run_upper_layers_two_caches,
 )
-from .constraints import keep_cache_sharding, pool_sharding, replicate
+from .constraints import keep_cache_sharding, pool_sharding, replicate, state_sharding
 from .prefill_chunk import PrefillChunk, QueryTiles, UpperTokens, pack, unpack
 from .shapes import KVPrograms
+from .taps import chunk_before
 from .weights import Weights
 
 HEAD_ROWS = 256
@@ -135,9 +138,17 @@ def _prefill(
 ):
     write = _writer(config, chunk.tiles, cache, attention)
     read = _reader(config, chunk.tiles, chunk.gathered_pages, attention)
-    return run_lower_layers(
+    x, tables, cache = run_lower_layers(
         config, weights, chunk.tokens, chunk.positions, cache, write, read, attention
     )
+    if not weights.upper:
+        return x, tables, cache
+    before = None
+    if cache.tap is not None:
+        page_size, sharding = cache.k[0].values.shape[2], state_sharding(attention)
+        before = chunk_before(chunk.tiles, chunk.gathered_pages, page_size, sharding)
+    cache = run_boundary(config, weights, x, tables, cache, write, read, attention, before=before)
+    return x, tables, cache
 
 
 def _run_upper_own(

@@ -12,6 +12,7 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ...boundary import prompt_projections
 from ...config import Config, GeneratedKV
 from ...cut import choose_generated_kv
 from ...decoder_layers import delta_queries
@@ -50,9 +51,9 @@ class Weights:
     lower: tuple[ServingBlock, ...]
     lower_qkv: tuple[QKV, ...]
     norm_swiftkv: Leaf  # D; this and the next two are None in a teacher
-    kv: Leaf  # 2 J K H D; all upper keys and values are one product
-    kv_bias: Leaf  # 2 J K H, with `qkv_bias` only
-    k_norm_swiftkv: Leaf  # J Kq, with `qk_norm` only
+    kv: Leaf  # 2 P K H D; all projected keys and values are one product
+    kv_bias: Leaf  # 2 P K H, with `qkv_bias` only
+    k_norm_swiftkv: Leaf  # P Kq, with `qk_norm` only
     upper: tuple[ServingBlock, ...]  # empty in a teacher
     upper_q: tuple[QKV, ...]  # the student's queries, without k and v
     final_norm: Leaf  # D
@@ -61,6 +62,10 @@ class Weights:
     """The teacher's projections of the upper layers, without q unless layers attend to two caches;
     empty unless tokens keep their own."""
     upper_mix: tuple[Leaf, ...] = ()  # K H H, where layers attend to two caches and mix values
+    prompt_kv: tuple[QKV, ...] = ()
+    """Projections of `Config.prompt_attention_layers`, without q: those of `upper_q` serve."""
+    prompt_map: tuple[Leaf, ...] = ()  # D D, of the same layers
+    kv_tap: Leaf = None  # 2 P K H D, with `Config.boundary_taps` only
 
 
 def served_config(
@@ -119,23 +124,30 @@ def serving_weights(
         upper_kv = unstack(require_teacher(llama, "keep tokens' own"), donate=donate)
     elif own_kv:
         upper_kv = unstack(_kv(require_upper_kv(llama, "keep tokens' own")), donate=donate)
+    prompt, projected = _prompt_and_projected(delta)
     weights = Weights(
         embed=llama.embed,
         lower=lower,
         lower_qkv=lower_qkv,
         norm_swiftkv=delta.norm,
-        kv=_joined(delta.k, delta.v),
-        kv_bias=None if delta.k_bias is None else jnp.stack([delta.k_bias, delta.v_bias]),
-        k_norm_swiftkv=delta.k_norm,
+        kv=_joined(projected.k, projected.v),
+        kv_bias=None
+        if projected.k_bias is None
+        else jnp.stack([projected.k_bias, projected.v_bias]),
+        k_norm_swiftkv=projected.k_norm,
         upper=upper,
         upper_q=unstack(delta_queries(delta), donate=donate),
         final_norm=llama.final_norm,
         lm_head=llama.lm_head,
         upper_kv=upper_kv,
         upper_mix=() if delta.mix is None else unstack(delta.mix, donate=donate),
+        prompt_kv=prompt,
+        prompt_map=() if delta.mlp_map is None else unstack(delta.mlp_map, donate=donate),
+        kv_tap=None if delta.k_tap is None else _joined(delta.k_tap, delta.v_tap),
     )
     if donate:
-        for leaf in jax.tree.leaves((delta.k, delta.v, llama.upper_qkv)):
+        joined = delta.k, delta.v, delta.k_tap, delta.v_tap
+        for leaf in jax.tree.leaves((*joined, llama.upper_qkv)):
             if not leaf.is_deleted():
                 leaf.delete()
     return weights
@@ -144,6 +156,20 @@ def serving_weights(
 def _kv(qkv):
     """A `QKV` without its queries."""
     return dataclasses.replace(qkv, q=None, q_bias=None, q_norm=None)
+
+
+def _prompt_and_projected(delta: SwiftKV) -> tuple[tuple[QKV, ...], QKV]:
+    """The delta's keys and values, without queries: one by one those of
+    `Config.prompt_attention_layers`, and the stack of those that are projected."""
+    every = _kv(prompt_projections(delta))
+    if delta.mlp_map is None:
+        return (), every
+    count = delta.mlp_map.shape[0]
+    first, rest = (
+        jax.tree.map(lambda leaf, part=part: leaf[part], every)
+        for part in (slice(count), slice(count, None))
+    )
+    return unstack(first), rest
 
 
 def _teacher(llama: Llama, layers: tuple[ServingBlock, ...], qkv: tuple[QKV, ...]) -> Weights:
@@ -287,6 +313,9 @@ def weight_shardings(
         if config.generated_kv == "own"
         else (),
         upper_mix=layers(delta.mix, config.num_upper_layers) if delta.mix is not None else (),
+        prompt_kv=layers(_kv(prompt_projections(delta)), config.prompt_attention_layers),
+        prompt_map=layers(delta.mlp_map, config.prompt_attention_layers),
+        kv_tap=joined(delta.k_tap),
     )
 
 

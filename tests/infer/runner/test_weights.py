@@ -17,6 +17,7 @@ from swiftkv_jax.infer.runner.weights import (
     weight_shapes,
     weight_shardings,
 )
+from swiftkv_jax.layers import norm
 from swiftkv_jax.mesh import make_mesh
 from swiftkv_jax.presets import LLAMA_8B
 from swiftkv_jax.quantization import Scheme
@@ -56,9 +57,8 @@ def test_fused_keys_and_values_are_those_of_the_delta(name):
     (rope,) = rope_tables(model.config, jnp.broadcast_to(jnp.arange(5), (2, 5)))
     weights = weights_of(model, True)
     assert model.swiftkv is not None
-    fused = project_fused_kv(
-        model.config, weights.norm_swiftkv, weights.kv, weights.kv_bias, None, x, rope
-    )
+    s = norm(model.config, x, weights.norm_swiftkv)
+    fused = project_fused_kv(model.config, weights.kv, weights.kv_bias, None, s, rope)
     for ours, theirs in zip(fused, project_kv(model.config, model.swiftkv, x, rope), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-5)
 

@@ -1,0 +1,141 @@
+"""An engine for students with prompt attention layers and taps: answers and scores are those of
+whole sequences, whatever the chunks, the neighbours and the cache hold."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import swiftkv_jax as skv
+from swiftkv_jax.config import GeneratedKV
+from swiftkv_jax.infer.engine.engine import Engine
+from swiftkv_jax.infer.engine.options import EngineOptions
+from swiftkv_jax.infer.engine.requests import Request, ScoreRequest
+from swiftkv_jax.infer.engine.sampling_params import SamplingParams
+from swiftkv_jax.infer.runner.model_runner import ModelRunner
+from tests.infer.engine.own_kv_engines import prompts_of
+from tests.infer.engine.test_scheduler import check_empty
+from tests.test_boundary import model_of
+
+LENGTH, PAGE = 48, 4
+
+
+class Case(NamedTuple):
+    layers: int
+    taps: int
+    group: int
+    generated_kv: GeneratedKV
+    exact_tail: int
+
+
+CASES = {
+    "boundary": Case(2, 1, 1, "boundary", 0),
+    "boundary, groups": Case(1, 1, 2, "boundary", 0),
+    "own, a tail": Case(2, 1, 1, "own", 3),
+    "own, a tail, groups": Case(1, 1, 2, "own", 3),
+    "own, groups": Case(3, 0, 2, "own", 0),
+}
+
+
+@functools.cache
+def student(name: str) -> skv.Model:
+    """With groups also each layer's own order of heads, and a mix of their values."""
+    case = CASES[name]
+    heads = ((1, 0), (0, 1), (1, 0), (1, 0), (0, 1)) if case.group > 1 else None
+    config, llama, delta = model_of(case.layers, case.taps, case.group, shared_kv_heads=heads)
+    config = dataclasses.replace(config, generated_kv=case.generated_kv, exact_tail=case.exact_tail)
+    return skv.Model(llama, delta, config)
+
+
+def options(**fields: Any) -> EngineOptions:
+    defaults: dict[str, Any] = {
+        "max_model_len": LENGTH,
+        "max_num_seqs": 4,
+        "page_size": PAGE,
+        "decode_steps": 3,
+        "chunks": (8,),
+        "decode_rows": (4,),
+        "scoring": True,
+    }
+    return EngineOptions(**defaults | fields)
+
+
+@functools.cache
+def engine_of(name: str) -> Engine[ModelRunner]:
+    return Engine.from_model(student(name), options())
+
+
+def requests_of(seed: int) -> list[Request | ScoreRequest]:
+    """Prompts of all lengths, of which some begin alike; two samples of one; scores."""
+    params = SamplingParams(max_tokens=7, ignore_eos=True, logprobs=0)
+    prompts = [*prompts_of(seed, 6), (5,), tuple(range(20)), (*range(16), 40, 41)]
+    both = dataclasses.replace(params, n=2, temperature=1.0)
+    rows = prompts_of(seed + 1, 3)
+    return [
+        *(Request(prompt, params) for prompt in prompts),
+        Request(tuple(range(30, 44)), both),
+        *(ScoreRequest((*row, *row[:5]), len(row)) for row in rows),
+    ]
+
+
+Answers = dict[tuple[int, int], tuple[list[int], list[float]]]
+
+
+def answers(engine: Engine, requests) -> Answers:
+    """(number of the request, of the sample) -> (tokens, their log-probabilities)."""
+    found: Answers = {}
+    for number, output in engine.run(requests):
+        tokens, logprobs = found.setdefault((number, output.sample), ([], []))
+        tokens.extend(output.token_ids)
+        logprobs.extend(entry.logprob for entry in output.logprobs or ())
+    check_empty(engine)
+    return found
+
+
+@functools.cache
+def forward(name: str):
+    return jax.jit(
+        lambda row, length: jax.nn.log_softmax(
+            skv.logits(student(name), row, prompt_lengths=length)[0], axis=-1
+        )
+    )
+
+
+def expected_logprobs(name: str, request, tokens: list[int]) -> np.ndarray:
+    """The log-probabilities of the tokens of an answer, or of a score, by the whole-sequence
+    forward pass."""
+    if isinstance(request, ScoreRequest):
+        row, start = request.tokens, request.start
+    else:
+        row, start = (*request.prompt, *tokens), len(request.prompt)
+    padded = np.zeros((1, LENGTH), np.int32)
+    padded[0, : len(row)] = row
+    found = np.asarray(forward(name)(padded, jnp.array([start])))
+    return found[range(start - 1, len(row) - 1), row[start:]]
+
+
+def check(name: str, requests, found: Answers) -> None:
+    assert sum(len(tokens) for tokens, _ in found.values()) > 7 * len(requests) - 12
+    for (number, _), (tokens, logprobs) in found.items():
+        expected = expected_logprobs(name, requests[number], tokens)
+        np.testing.assert_allclose(logprobs, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_answers_and_scores_are_those_of_whole_sequences(name):
+    """Cold, and over the pages that the first run has left."""
+    engine, requests = engine_of(name), requests_of(0)
+    cold = answers(engine, requests)
+    check(name, requests, cold)
+    hits = engine.prefix_stats.hits
+    warm = answers(engine, requests)
+    assert engine.prefix_stats.hits > hits
+    check(name, requests, warm)
+    assert {key: tokens for key, (tokens, _) in warm.items()} == {
+        key: tokens for key, (tokens, _) in cold.items()
+    }
+    assert engine.stats.compilations == 0
