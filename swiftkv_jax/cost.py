@@ -13,20 +13,35 @@ from .transformer import Remat
 def prefill_flops(config: Config, length: int, *, swiftkv: bool) -> int:
     """Operations to fill the cache with a prompt of `length` tokens: no logits are needed for that.
 
-    The student runs the lower layers and one key/value projection per group, and the last
-    `config.exact_tail` tokens through the upper layers too. The teacher, and the tail, run every
-    layer but the last, of which they need the keys and values only.
+    The student runs the lower layers, what makes the upper keys and values (`boundary_flops`), and
+    the last `config.exact_tail` tokens through the upper layers too. The teacher, and the tail, run
+    every layer but the last, of which they need the keys and values only.
     """
-    layers, projections = (
-        (config.num_lower_layers, config.num_kv_groups) if swiftkv else (config.num_layers - 1, 1)
-    )
-    tail = min(config.exact_tail, length) if swiftkv else 0
-    upper = tail_flops(config, length, tail) if tail else 0
+    if not swiftkv:
+        layers = range(config.num_layers - 1)
+        return _layers_flops(config, layers, length) + 2 * length * kv_weights(config)
+    tail = min(config.exact_tail, length)
     return (
-        _layers_flops(config, range(layers), length)
-        + projections * 2 * length * kv_weights(config)
-        + upper
+        _layers_flops(config, range(config.num_lower_layers), length)
+        + boundary_flops(config, length)
+        + (tail_flops(config, length, tail) if tail else 0)
     )
+
+
+def boundary_flops(config: Config, length: int) -> int:
+    """Operations for the upper keys and values of `length` tokens: the attention and the map of
+    each of `config.prompt_attention_layers`, and the projections."""
+    alone = config.prompt_attention_layers
+    layers = range(config.num_lower_layers, config.first_projected_layer)
+    weights = alone * (attention_weights(config) + config.embed_dim**2)
+    weights += (boundary_projections(config) - alone) * kv_weights(config)
+    return 2 * length * weights + _attention_flops(config, layers, length)
+
+
+def boundary_projections(config: Config) -> int:
+    """Number of key/value projections of a token that make its upper keys and values; a tap's
+    counts as one."""
+    return config.num_kv_groups + config.boundary_taps * config.num_projected_groups
 
 
 def tail_flops(config: Config, length: int, tail: int) -> int:
@@ -57,15 +72,30 @@ def kv_projections(config: Config, *, swiftkv: bool) -> int:
     if not swiftkv:
         return config.num_layers
     own = config.num_upper_layers if config.generated_kv == "own" else 0
-    boundary = 0 if own and config.exact_tail else config.num_kv_groups
+    boundary = boundary_projections(config) if _decodes_boundary(config) else 0
     return config.num_lower_layers + own + boundary
+
+
+def _decodes_boundary(config: Config) -> bool:
+    """Whether a decode step makes upper keys and values from the boundary."""
+    return not (config.generated_kv == "own" and config.exact_tail)
+
+
+def _attention_twice(config: Config, *, swiftkv: bool) -> int:
+    """Number of upper layers whose queries, attention and output a decode step computes twice: for
+    the upper keys and values, and for the next token. The first of
+    `config.prompt_attention_layers` has the same input in both, and XLA computes it once."""
+    if not swiftkv or not _decodes_boundary(config):
+        return 0
+    return max(config.prompt_attention_layers - 1, 0)
 
 
 def decode_flops(config: Config, context: float, *, swiftkv: bool) -> float:
     """Operations for one token of one row: every layer, attention to `context` positions, its own
     among them, and the logits."""
     attention = 2 * 2 * config.num_heads * config.head_dim * visible_positions(config, context)
-    return config.num_layers * attention + 2 * decode_weights(config, swiftkv=swiftkv)
+    layers = config.num_layers + _attention_twice(config, swiftkv=swiftkv)
+    return layers * attention + 2 * decode_weights(config, swiftkv=swiftkv)
 
 
 def decode_weights(config: Config, *, swiftkv: bool) -> int:
@@ -75,6 +105,10 @@ def decode_weights(config: Config, *, swiftkv: bool) -> int:
     layers += kv_projections(config, swiftkv=swiftkv) * kv_weights(config)
     if swiftkv:
         layers += config.num_upper_layers * second_query_flops(config) // 2
+        if _decodes_boundary(config):
+            layers += config.prompt_attention_layers * config.embed_dim**2
+        twice = _attention_twice(config, swiftkv=swiftkv)
+        layers += twice * (attention_weights(config) - kv_weights(config))
     return layers + config.vocab_size * config.embed_dim
 
 
@@ -218,6 +252,10 @@ def experts_read(config: Config, tokens: int) -> float:
     return 1 - (1 - config.num_experts_per_token / config.num_experts) ** tokens
 
 
+def attention_weights(config: Config) -> int:
+    """Entries of one layer's matrices without those of its MLP."""
+    return 2 * config.num_heads * config.head_dim * config.embed_dim + kv_weights(config)
+
+
 def _layer_weights(config: Config, mlp_width: int) -> int:
-    attention = 2 * config.num_heads * config.head_dim * config.embed_dim + kv_weights(config)
-    return attention + (3 * mlp_width + config.num_experts) * config.embed_dim
+    return attention_weights(config) + (3 * mlp_width + config.num_experts) * config.embed_dim

@@ -70,6 +70,25 @@ def test_prefill(swiftkv):
     )
 
 
+@pytest.mark.parametrize(("layers", "taps", "group"), [(1, 0, 1), (2, 1, 1), (3, 1, 2)])
+def test_prompt_attention_and_taps(layers, taps, group):
+    """What they add to a prompt's operations and to a decode step's, as XLA counts them once it
+    has merged what it finds twice."""
+    plain = dataclasses.replace(CONFIG, num_layers=7, num_key_value_layers=2)
+    config = dataclasses.replace(
+        plain, prompt_attention_layers=layers, boundary_taps=taps, key_value_group_size=group
+    )
+    fields = {"batch": 1, "max_model_len": LENGTH, "page_size": LENGTH, "dtype": jnp.float32}
+    for program, formula in (
+        (PrefillProgram(LENGTH, 1, None), lambda c: prefill_flops(c, LENGTH, swiftkv=True)),
+        (DecodeProgram(1), lambda c: decode_flops(c, LENGTH, swiftkv=True)),
+    ):
+        found, without = (
+            counted_flops(lower_program(c, program, **fields).compile()) for c in (config, plain)
+        )
+        assert formula(config) - formula(plain) == pytest.approx(found - without, rel=0.1)
+
+
 def test_windows_leave_fewer_pairs():
     """Pairs of a query and a key, counted one by one."""
     kinds = tuple(LayerKind(window=window) for window in (None, 8, 3, LENGTH, 2 * LENGTH, 1))

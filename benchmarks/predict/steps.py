@@ -53,6 +53,8 @@ class StepModel:
     def __post_init__(self):
         if self.config.num_experts:
             raise NotImplementedError("the products of experts are not in this model of a step")
+        if self.config.prompt_attention_layers or self.config.boundary_taps:
+            raise NotImplementedError("prompt attention and taps are not in this model of a step")
 
     @property
     def config(self) -> Config:

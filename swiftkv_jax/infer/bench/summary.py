@@ -86,8 +86,14 @@ def variant_of(
 ) -> Variant:
     """Facts of an engine that serves `weights`, or their shapes, of a model with `config`, on a
     mesh that needs `kv_head_copies` of each key/value head."""
-    boundary = (weights.norm_swiftkv, weights.kv, weights.kv_bias, weights.k_norm_swiftkv)
-    filling = num_bytes((weights.lower, weights.lower_qkv, boundary))
+    boundary = (
+        *(weights.norm_swiftkv, weights.kv, weights.kv_bias, weights.k_norm_swiftkv),
+        *(weights.kv_tap, weights.prompt_kv, weights.prompt_map),
+    )
+    prompt = slice(len(weights.prompt_kv))  # layers of which prompts run the attention
+    attention = [(b.attn_norm, b.o, b.o_bias, b.mlp_norm) for b in weights.upper[prompt]]
+    attention += weights.upper_q[prompt]
+    filling = num_bytes((weights.lower, weights.lower_qkv, boundary, attention))
     if not weights.upper:  # of the last layer only the keys and values are needed
         filling -= num_bytes(dataclasses.replace(weights.lower[-1], attn_norm=None)) + num_bytes(
             weights.lower_qkv[-1].q

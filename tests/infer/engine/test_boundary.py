@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax.config import GeneratedKV
+from swiftkv_jax.config import GeneratedKV, LayerKind
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.requests import Request, ScoreRequest
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.infer.runner.model_runner import ModelRunner
+from swiftkv_jax.mesh import make_mesh
 from tests.infer.engine.own_kv_engines import prompts_of
 from tests.infer.engine.test_scheduler import check_empty
 from tests.test_boundary import model_of
@@ -125,7 +126,9 @@ def check(name: str, requests, found: Answers) -> None:
         np.testing.assert_allclose(logprobs, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [*list(CASES)[:-1], pytest.param("own, groups", marks=pytest.mark.long)]
+)
 def test_answers_and_scores_are_those_of_whole_sequences(name):
     """Cold, and over the pages that the first run has left."""
     engine, requests = engine_of(name), requests_of(0)
@@ -139,3 +142,79 @@ def test_answers_and_scores_are_those_of_whole_sequences(name):
         key: tokens for key, (tokens, _) in cold.items()
     }
     assert engine.stats.compilations == 0
+
+
+def test_a_cached_prefix_answers_as_a_cold_one():
+    """Bit for bit: full pages, of a prompt that ends with one and of one that does not."""
+    engine = engine_of("boundary")
+    params = SamplingParams(max_tokens=5, ignore_eos=True, logprobs=0)
+    for length in (3 * PAGE + 1, 3 * PAGE + 3):
+        request = Request(tuple((7 * at + length) % 61 for at in range(length)), params)
+        cold, hits = answers(engine, [request]), engine.prefix_stats.hits
+        assert answers(engine, [request]) == cold
+        assert engine.prefix_stats.hits == hits + 3 * PAGE
+
+
+def test_a_prompt_may_go_on_from_pages_of_the_same_chunk():
+    """The second prompt begins with a page that the first one writes in the same chunk; later ones
+    with pages that decoding wrote."""
+    engine = engine_of("boundary")
+    params = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=0)
+    start = tuple(range(50, 50 + PAGE))
+    requests = [Request((*start, *rest), params) for rest in ((1, 2), (3, 4))]
+    before = engine.prefix_stats.hits
+    found = answers(engine, requests)
+    assert engine.prefix_stats.hits == before + PAGE
+    check("boundary", requests, found)
+    generated = found[0, 0][0]
+    more = [Request((*requests[0].prompt, *generated[:5], last), params) for last in (9, 10)]
+    before = engine.prefix_stats.hits
+    check("boundary", more, answers(engine, more))
+    assert engine.prefix_stats.hits == before + 2 * 2 * PAGE
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("boundary, groups", {"kv_cache_dtype": "int8"}),
+        pytest.param("own, a tail", {}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_a_preempted_request_goes_on(name, fields):
+    """Tokens are those of an engine with room."""
+    common = options(scoring=False, **fields)
+    params = SamplingParams(max_tokens=30, temperature=0.8, seed=3)
+    requests = [Request((5, 1 + number, 7), params, rng_stream=number) for number in range(4)]
+    roomy = Engine.from_model(student(name), common)
+    memory = 20 * roomy.model_runner.layout.page_bytes(PAGE)
+    narrow = dataclasses.replace(common, kv_cache_memory=memory, reserve_tokens=4)
+    tight = Engine.from_model(student(name), narrow)
+    assert answers(tight, requests) == answers(roomy, requests)
+    assert roomy.stats.preemptions == 0 < tight.stats.preemptions
+
+
+@pytest.mark.parametrize(("name", "shape"), [("boundary", (2, 2)), ("own, a tail, groups", (1, 4))])
+def test_a_mesh_changes_nothing(name, shape):
+    """Rows, heads and widths are split; with (1, 4) there are copies of the two key/value heads."""
+    requests = requests_of(3)
+    engine = Engine.from_model(
+        student(name), options(decode_rows=(4 // shape[0],)), mesh=make_mesh(shape)
+    )
+    check(name, requests, answers(engine, requests))
+    assert engine.stats.compilations == 0
+
+
+def test_windows_give_back_no_page_that_a_tap_reads():
+    """With windows of one position no token sees the page before its own, but the tap of its first
+    token reads it."""
+    config, llama, delta = model_of(1, 1, 1, layer_kinds=(LayerKind(window=1),))
+    model = skv.Model(llama, delta, config)
+    engine = Engine.from_model(model, options(scoring=False))
+    params = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=0)
+    requests = [Request(tuple(range(first, first + 11)), params) for first in (0, 20)]
+    for (number, _), (tokens, logprobs) in answers(engine, requests * 2).items():
+        row = (*(requests * 2)[number].prompt, *tokens)
+        logits = skv.logits(model, np.array([row]))[0, 10:-1]
+        expected = jax.nn.log_softmax(logits, axis=-1)[np.arange(8), np.array(tokens)]
+        np.testing.assert_allclose(logprobs, expected, atol=1e-5)
