@@ -16,6 +16,7 @@ from ...boundary import prompt_projections
 from ...config import Config, GeneratedKV
 from ...cut import choose_generated_kv
 from ...decoder_layers import delta_queries
+from ...errors import UsageError
 from ...model import Model
 from ...params import (
     QKV,
@@ -84,6 +85,11 @@ def served_config(
     the student cannot have them."""
     if not swiftkv:
         return with_kv_head_copies(config.cut(config.num_layers), mesh)
+    if config.exact_head:
+        raise UsageError(
+            "`exact_head`=1: serving computes no token's own upper keys and values at the head of "
+            "a text; calibrate the model with 0"
+        )
     config = choose_generated_kv(config, generated_kv, exact_tail)
     if mixed:
         choose_generated_kv(config, "own")

@@ -12,6 +12,7 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax.config import GeneratedKV, LayerKind
+from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.requests import Request, ScoreRequest
@@ -142,6 +143,12 @@ def test_answers_and_scores_are_those_of_whole_sequences(name):
         key: tokens for key, (tokens, _) in cold.items()
     }
     assert engine.stats.compilations == 0
+
+
+def test_an_exact_head_is_refused():
+    config, llama, delta = model_of(1, 1, 1, head=1)
+    with pytest.raises(UsageError, match="exact_head"):
+        Engine.from_model(skv.Model(llama, delta, config), options())
 
 
 def test_a_cached_prefix_answers_as_a_cold_one():
