@@ -91,8 +91,8 @@ def variant_of(
         *(weights.kv_tap, weights.prompt_kv, weights.prompt_map),
     )
     prompt = slice(len(weights.prompt_kv))  # layers of which prompts run the attention
-    attention = [(b.attn_norm, b.o, b.o_bias, b.mlp_norm) for b in weights.upper[prompt]]
-    attention += weights.upper_q[prompt]
+    parts = [(b.attn_norm, b.o, b.o_bias, b.mlp_norm) for b in weights.upper[prompt]]
+    attention = parts, weights.upper_q[prompt]
     filling = num_bytes((weights.lower, weights.lower_qkv, boundary, attention))
     if not weights.upper:  # of the last layer only the keys and values are needed
         filling -= num_bytes(dataclasses.replace(weights.lower[-1], attn_norm=None)) + num_bytes(
@@ -102,6 +102,7 @@ def variant_of(
     if shapes.kv == "own":
         unread += num_bytes(boundary)
     tail = num_bytes((weights.upper, weights.upper_q, weights.upper_kv, weights.upper_mix))
+    tail -= num_bytes(attention)
     blocks = (*weights.lower, *weights.upper)
     experts = [(block.expert_gate, block.expert_up, block.expert_down) for block in blocks]
     dp_size, served = shapes.dp_size, served_config(config, name == STUDENT)

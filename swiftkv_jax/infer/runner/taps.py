@@ -2,7 +2,7 @@
 
 Beside its keys and values, each page has the state of the last token that was written to it
 (`KVCache.tap`). It is right wherever a sequence goes on: in a full page it is that of the page's
-last token, whoever shares it, and a page that is partly filled belongs to one sequence, or is a
+last token, for all that share it, and a page that is partly filled belongs to one sequence, or is a
 copy.
 """
 
