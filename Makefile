@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
-.PHONY: demo real test test-all lint test-compile compilers newest lowest test-newest test-lowest test-wheel test-kernels test-soak test-eval test-router test-ray test-agents test-gpu test-tpu first-hour lock clean
+.PHONY: demo real test test-all lint test-compile compilers newest lowest test-newest test-lowest test-wheel test-kernels test-soak test-eval test-router test-ray test-agents test-real test-gpu test-tpu first-hour lock clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/demo.py
@@ -142,6 +142,11 @@ test-agents: $(VENV)/installed
 		$(addsuffix @latest,@anthropic-ai/claude-code @openai/codex opencode-ai @qwen-code/qwen-code @continuedev/cli \
 		openai @anthropic-ai/sdk ai @ai-sdk/openai-compatible @ai-sdk/openai @ai-sdk/anthropic zod)
 	$(RUN) -m pytest -q -n 0 tests/agents
+
+# Commands on SmolLM2, Gemma 3 and Qwen2.5-Coder, and the server before the last of them with the client libraries of OpenAI
+# and Anthropic: tools, agents, long chats. A quarter of an hour on two cores; nightly.
+test-real: real
+	$(RUN) -m pytest -q -n 0 tests/real
 
 # Every device kernel and the whole programs, compiled for GPUs and TPUs that are not here. The compilers are kept apart
 # from $(VENV): a JAX that finds them looks for their hardware.
