@@ -98,6 +98,35 @@ def test_llama3_json(text, content, calls):
         assert parse(text, size) == (content, calls), size
 
 
+CALL, CODE = '{"name": "f", "arguments": {}}', "```python\nx = 1\n```"
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (f"```json\n{CALL}\n```", "", 1),
+        (f"```\n{CALL}\n```\n", "", 1),
+        (f"```tool_call\n{CALL}", "", 1),  # as Qwen2.5-Coder-0.5B ends it
+        (f"I look.\n```json\n{CALL}\n```\nAnd so on", "I look.\nAnd so on", 1),
+        (f"```json\n{CALL}\n```\n```json\n{CALL}\n```", "", 2),
+        (f"```json\n[{CALL},\n{CALL}]\n```", "", 2),
+        (f"```json\n{CALL}\n```\n\n{CODE}", "\n\n" + CODE, 1),
+        (f"{CALL}\n{CODE}", "\n" + CODE, 1),
+        (f"{CODE}\n{CALL}", CODE, 1),  # the fence closes a block of content
+        (f"{CODE}\n```json\n{CALL}\n```", CODE, 1),
+        (CODE, CODE, 0),
+        ('```json\n{"a": 1}\n```',) * 2 + (0,),
+        ('```json\n{"name": "other", "arguments": {}}\n```',) * 2 + (0,),
+        ("What is ```js",) * 2 + (0,),
+        ("`f` and ``g``",) * 2 + (0,),
+    ],
+)
+@pytest.mark.parametrize("format", ["llama3_json", "hermes"])
+def test_calls_in_blocks_of_code(text, content, calls, format):
+    for size in (1, 2, 3, 5, 8, 64, 1000):
+        assert parse(text, size, format) == (content, [("f", "{}")] * calls), size
+
+
 def test_hermes():
     calls = [("f", '{"a": [1, "}"]}')]
     for size in (1, 2, 5, 8, 64, 1000):

@@ -3,20 +3,26 @@ answers.
 
 A call is a JSON object with a "name" that was declared and its "parameters" (or "arguments"), which
 may be missing, null, "" or [], anywhere in the text but inside another object. The text before and
-after is content, but not the brackets of a list of calls. Calls may be separated by whitespace, `;`
-and the markers of the format: Llama 3's `<|python_tag|>`, or `<tool_call>` and `</tool_call>`
-around each call (Hermes, Qwen). What looks like a call and is none is content.
+after is content, but not the brackets of a list of calls or the fences of a block of code that
+holds nothing else, in which small models write them. Calls may be separated by whitespace, `;` and
+the markers of the format: Llama 3's `<|python_tag|>`, or `<tool_call>` and `</tool_call>` around
+each call (Hermes, Qwen). What looks like a call and is none is content.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from .call_parser import MAX_GAP, MAX_HEAD, MAX_NAME, SPACE, AnswerPart, CallParser
 from .tool_formats import FORMATS
 
+_FENCE = "```"
+_OPENING = (f"{_FENCE}json", f"{_FENCE}tool_call", _FENCE)
+"""Lines that open a block of code with a call in it."""
+_AT_END = re.compile(rf"(?:{'|'.join(_OPENING)})\Z")
 _ARGUMENTS = "parameters", "arguments"
 _BUFFERED = "type", "id", *_ARGUMENTS
 """Keys with which a call may begin that is read to its end first."""
@@ -38,6 +44,10 @@ class ToolCallParser(CallParser):
         """Braces of the content that are open."""
         self._in_list = False
         """A bracket stood before the calls."""
+        self._in_block = False
+        """A fence did."""
+        self._fences = 0
+        """Of the content."""
 
     def finish(self, *, is_cut: bool = False) -> list[AnswerPart]:
         """The end of the text: what was held back is content, or a call that was cut short where
@@ -142,11 +152,14 @@ class ToolCallParser(CallParser):
 
     def _emit(self, content: str) -> None:
         if self._follows_call:  # what closes a call is no content
-            marks = (*self._markers, "]") if self._in_list else self._markers
-            while opened := [m for m in marks if content.lstrip(SPACE).startswith(m)]:
-                content = content.lstrip(SPACE).removeprefix(opened[0])
+            marks = [*self._markers, *("]" * self._in_list), *([_FENCE] * self._in_block)]
+            while closed := [m for m in marks if content.lstrip(SPACE).startswith(m)]:
+                content = content.lstrip(SPACE).removeprefix(closed[0])
+                if closed[0] == _FENCE:  # another one opens a block
+                    marks.remove(_FENCE)
         if content:
-            self._in_list = False
+            self._in_list = self._in_block = False
+            self._fences += content.count(_FENCE)
             self._depth = self._depth_after(content)
             self._parts.append(content)
             self._follows_call = False
@@ -157,6 +170,7 @@ class ToolCallParser(CallParser):
     def _begin(self, name: str, gap: str) -> None:
         """A call, after a gap that is no content."""
         self._in_list |= "[" in gap
+        self._in_block |= _FENCE in gap
         self._begin_call(name)
 
     def _end_call(self) -> None:
@@ -180,15 +194,22 @@ class ToolCallParser(CallParser):
             shorter = text.rstrip(space)
             for marker in self._markers:
                 shorter = shorter.removesuffix(marker)
+            fence = _AT_END.search(shorter)
+            if fence is not None and (
+                self._follows_call
+                or (self._fences + shorter.count(_FENCE, 0, fence.start())) % 2 == 0
+            ):  # not one that closes a block of content
+                shorter = shorter[: fence.start()]
             if shorter == text:
                 return text
             text = shorter
 
     def _begun_marker(self, text: str) -> str:
         """The longest end of `text` with which a marker begins."""
-        longest = max(map(len, self._markers)) - 1
+        markers = (*self._markers, *_OPENING)
+        longest = max(map(len, markers)) - 1
         for start in range(max(len(text) - longest, 0), len(text)):
-            if any(marker.startswith(text[start:]) for marker in self._markers):
+            if any(marker.startswith(text[start:]) for marker in markers):
                 return text[start:]
         return ""
 
