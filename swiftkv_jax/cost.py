@@ -132,7 +132,8 @@ def train_flops_by_part(config: Config, length: int, *, remat: Remat = "none") -
         for layers in (every[: config.num_lower_layers], every[config.num_lower_layers :])
     )
     upper_matmul = 2 * (layer_weights(config) - kv_weights(config))
-    shared_kv = 2 * config.num_kv_groups * kv_weights(config)
+    taps, alone = config.boundary_taps, config.prompt_attention_layers
+    shared_kv = 2 * config.num_projected_groups * (1 + taps) * kv_weights(config)
     query_gradients = (
         2 * config.num_upper_layers * config.embed_dim * config.num_heads * config.head_dim
     )
@@ -152,6 +153,17 @@ def train_flops_by_part(config: Config, length: int, *, remat: Remat = "none") -
         "mlp": layers - upper * query + own_kv,
         "layer": layers + student_attention + own_kv,
     }
+    prompt = {}
+    if alone:
+        # Backward: activations as forward, attention twice; gradients of all but the output's.
+        trained = prompt_layer_weights(config) - config.num_heads * config.head_dim * (
+            config.embed_dim
+        )
+        forward = prompt_layers_flops(config, alone, length) / length
+        matrices = alone * 2 * prompt_layer_weights(config)
+        prompt["prompt attention layers, with backward"] = (
+            forward + 2 * forward - matrices + alone * 2 * trained
+        )
     return {
         "lower layers, once for both": config.num_lower_layers * 2 * layer_weights(config)
         + lower_attention,
@@ -166,22 +178,49 @@ def train_flops_by_part(config: Config, length: int, *, remat: Remat = "none") -
         + own_kv,
         "recomputed in backward": again[remat],
         "output matrix: both logits, one gradient": 3 * 2 * config.vocab_size * config.embed_dim,
-    }
+    } | prompt
 
 
 def calibration_flops_by_part(config: Config, length: int) -> dict[str, float]:
-    """Operations per token of a pass of `calibration` over rows of `length` tokens: the teacher,
-    and of each upper layer the sums that `calibration.moments` takes. Those count once, as in
-    float32: bfloat16 takes two products. The attention probabilities are those of whole rows,
-    what the mask hides included."""
-    size = config.embed_dim + config.qkv_bias
-    return {
+    """Operations per token of the passes of `calibration` over rows of `length` tokens: the
+    teacher, and of each upper layer that is fitted the sums that `calibration.moments` takes. Those
+    count once, as in float32: bfloat16 takes two products. The attention probabilities are those of
+    whole rows, what the mask hides included. With prompt attention layers also those, and before
+    that a pass for each map."""
+    size = config.embed_dim * (1 + config.boundary_taps) + config.qkv_bias
+    fitted, alone = config.num_layers - config.first_projected_layer, config.prompt_attention_layers
+    parts = {
         "teacher": _layers_flops(config, range(config.num_layers), length) / length,
-        "second moments": config.num_upper_layers * 2 * size * (size + kv_width(config)),
+        "second moments": fitted * 2 * size * (size + kv_width(config)),
         "attention that each token receives": (
-            config.num_upper_layers * 2 * config.num_heads * config.head_dim * length
+            fitted * 2 * config.num_heads * config.head_dim * length
         ),
     }
+    if alone:
+        parts["prompt attention layers"] = prompt_layers_flops(config, alone, length) / length
+        parts["passes for maps"] = sum(
+            (
+                _layers_flops(config, range(config.num_lower_layers + count), length)
+                + prompt_layers_flops(config, count, length)
+            )
+            / length
+            + 2 * 2 * config.embed_dim**2
+            for count in range(1, alone + 1)
+        )
+    return parts
+
+
+def prompt_layers_flops(config: Config, count: int, length: int) -> int:
+    """Operations of the first `count` prompt attention layers over a row: queries, keys, values,
+    attention, its output and the map."""
+    layers = range(config.num_lower_layers, config.num_lower_layers + count)
+    matrices = count * 2 * length * prompt_layer_weights(config)
+    return matrices + _attention_flops(config, layers, length)
+
+
+def prompt_layer_weights(config: Config) -> int:
+    """Entries of the matrices of a prompt attention layer that a token is multiplied by."""
+    return _layer_weights(config, 0) - config.num_experts * config.embed_dim + config.embed_dim**2
 
 
 def query_scale_flops_by_part(config: Config, length: int) -> dict[str, float]:

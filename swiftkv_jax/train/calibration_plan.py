@@ -15,11 +15,13 @@ from ..attention import Attention
 from ..batch import Batch
 from ..calibration import SLOPE_TOKENS
 from ..calibration.attenuation import score_products
+from ..calibration.maps import sum_shapes, sum_shardings
 from ..calibration.moments import (
     PROBABILITIES_PER_CHUNK,
     add_batch,
     moment_shapes,
     moment_shardings,
+    num_inputs,
 )
 from ..calibration.solve import share_bytes
 from ..cli.exit import OK
@@ -32,6 +34,7 @@ from ..sharding import batch_sharding, llama_shardings, swiftkv_shardings
 from .memory import sharded_bytes
 from .plan import (
     ASSUMED_UTILISATION,
+    boundary_words,
     compile_and_report,
     count_devices,
     machines_of,
@@ -85,10 +88,10 @@ def describe(recipe: Recipe, config: Config, dtype: jnp.dtype) -> str:
     steps = math.ceil(tokens / (rows * recipe.max_length))
     return (
         f"calibration of {config.num_upper_layers} upper layers of {config.num_layers} in groups "
-        f"of {config.key_value_group_size} on {tokens:,} tokens: {steps} batches of {rows} rows "
-        f"of {recipe.max_length:,}, more where rows have padding\n"
+        f"of {config.key_value_group_size}{boundary_words(config)} on {tokens:,} tokens: "
+        f"{steps} batches of {rows} rows of {recipe.max_length:,}, more where rows have padding\n"
         f"mesh {recipe.mesh} ({count_devices(recipe.mesh)}), {dtype}; then one factorisation "
-        f"of {size_of(config):,} x {size_of(config):,} numbers per upper layer on the host"
+        f"of {num_inputs(config):,} x {num_inputs(config):,} numbers per upper layer on the host"
     )
 
 
@@ -107,8 +110,9 @@ def time_table(recipe: Recipe, config: Config, memory: float, machines: Sequence
         lines.append(
             f"  {devices} x {machine.name:<19}{seconds:>10,.0f} s   {verdict(memory, machine)}"
         )
-    size, upper = size_of(config), config.num_upper_layers
-    host = upper * (size**3 / 3 + 4 * size**2 * kv_width(config))
+    size, fitted = num_inputs(config), config.num_layers - config.first_projected_layer
+    host = fitted * (size**3 / 3 + 4 * size**2 * kv_width(config))
+    host += config.prompt_attention_layers * config.embed_dim**3 * (1 / 3 + 2)
     groups = ", and what layers share" if config.key_value_group_size > 1 else ""
     lines.append(f"then on the host: least squares, {host / 1e12:,.1f} TFLOP in float64{groups}")
     return "\n".join(lines)
@@ -119,27 +123,29 @@ def _in_whole_batches(recipe: Recipe, tokens: int) -> int:
     return math.ceil(tokens / batch) * batch
 
 
-def size_of(config: Config) -> int:
-    """Inputs of the regression: the hidden state, and a constant where there are biases."""
-    return config.embed_dim + config.qkv_bias
-
-
 def memory_per_device(
     recipe: Recipe, config: Config, mesh: Any, dtype: jnp.dtype
 ) -> dict[str, float]:
     """Bytes of one device at the peak of a batch's pass, by kind."""
     llama, shards = llama_shardings(config, mesh), moment_shardings(config, mesh)
+    moments = sharded_bytes(moment_shapes(config), shards)
     rows = recipe.micro_batch_size // recipe.mesh.rows
     tp = mesh.shape[MODEL]
     token = rows * recipe.max_length
     heads = config.num_heads // tp if config.num_heads % tp == 0 else config.num_heads
     probabilities = min(PROBABILITIES_PER_CHUNK, rows * heads * recipe.max_length**2)
-    return {
+    maps = {}
+    if config.prompt_attention_layers:
+        where = swiftkv_shardings(config, mesh).mlp_map
+        maps["maps"] = sharded_bytes(swiftkv_shapes(config, dtype).mlp_map, where)
+        sums = sharded_bytes(sum_shapes(config), sum_shardings(config, mesh))
+        moments = max(moments, sums)  # those of a map are gathered before
+    return maps | {
         f"teacher's weights, {dtype}": sharded_bytes(llama_shapes(config, dtype), llama),
-        "second moments, float32": sharded_bytes(moment_shapes(config), shards),
+        "second moments, float32": moments,
         "of one layer, before they are added": 4.0
-        * size_of(config)
-        * (size_of(config) + kv_width(config)),
+        * num_inputs(config)
+        * (num_inputs(config) + kv_width(config)),
         "attention probabilities, float32": 4.0 * 3 * probabilities,
         "activations": token * (4 * config.embed_dim * dtype.itemsize + 4 * config.embed_dim),
     }
@@ -148,14 +154,17 @@ def memory_per_device(
 def host_memory(config: Config, dtype: jnp.dtype) -> dict[str, float]:
     """Bytes of the host while the delta is solved, by kind, at the larger of two peaks: the
     regression of a group's last layer, and sharing among the group's layers."""
-    size, group = size_of(config), config.key_value_group_size
+    size, group = num_inputs(config), config.key_value_group_size
     layer = 8.0 * size * kv_width(config)
     fitting, sharing = (group - 1 + REGRESSION) * layer, 0.0
     if group > 1:
         sharing = group * layer
         sharing += share_bytes(group, config.num_kv_heads, size, config.head_dim)
+    inputs = 8.0 * size**2
+    if config.prompt_attention_layers:  # a map's sums, and the map
+        inputs = max(inputs, 3 * 8.0 * config.embed_dim**2 - fitting)
     return {
-        "second moments of one layer's inputs, float64": 8.0 * size**2,
+        "second moments of one layer's inputs, float64": inputs,
         "keys and values of a group's layers, float64": max(fitting, sharing),
         f"keys and values of all layers, {dtype}": config.num_kv_groups
         * layer
@@ -166,12 +175,14 @@ def host_memory(config: Config, dtype: jnp.dtype) -> dict[str, float]:
 
 def lower_batch(recipe: Recipe, config: Config, mesh: Mesh, dtype: jnp.dtype) -> jax.stages.Lowered:
     """The pass over one batch, not yet compiled. The devices of `mesh` need not exist."""
+    delta, where = swiftkv_shapes(config, dtype), swiftkv_shardings(config, mesh)
     return add_batch.lower(
         config,
         Attention(mesh, recipe.attention),
         _on_mesh(moment_shapes(config), moment_shardings(config, mesh)),
         _on_mesh(llama_shapes(config, dtype), llama_shardings(config, mesh)),
         _batch(recipe, mesh),
+        None if delta.mlp_map is None else _on_mesh(delta.mlp_map, where.mlp_map),
     )
 
 

@@ -57,6 +57,9 @@ def memory_per_device(
         * config.head_dim
         * (groups if config.key_value_group_size == 1 else groups + upper)
     )
+    prompt = {}
+    if alone := config.prompt_attention_layers:  # nothing of them is recomputed
+        prompt["kept of the prompt attention layers"] = alone * token * (5 * width + 2 * queries)
     memory = {
         f"frozen weights, {dtype}": sharded_bytes(llama_shapes(config, dtype), llama),
         "delta, float32 master copy": delta,
@@ -67,7 +70,7 @@ def memory_per_device(
         # Two of the MLP's six arrays are kept where nothing is recomputed.
         "one layer's backward pass": token
         * ((4 if recipe.remat == "none" else 6) * mlp + 5 * width),
-    }
+    } | prompt
     if recipe.mesh.fsdp > 1:
         memory["weights put together (two layers, keys and values, output matrix)"] = (
             _whole_weights(config, tp, size)
@@ -89,6 +92,7 @@ def sharded_bytes(shapes: Any, shardings: Any) -> float:
 
 def _whole_weights(config: Config, tp: int, size: int) -> float:
     kv = config.num_kv_groups * kv_weights(config)
+    kv += config.boundary_taps * config.num_projected_groups * kv_weights(config)
     layers = 2 * stored_layer_weights(config)
     return (layers + kv + config.vocab_size * config.embed_dim) * size / tp
 
