@@ -59,7 +59,9 @@ class Model:
         parts = [config.family, f"{config.num_layers} layers"]
         if self.swiftkv is not None:
             cut = f"K={config.num_key_value_layers} g={config.key_value_group_size}"
-            parts.append(f"SwiftKV {cut}")
+            if config.prompt_attention_layers:
+                cut += f" M={config.prompt_attention_layers}"
+            parts.append(f"SwiftKV {cut}{' tap' * config.boundary_taps}")
         arrays = jax.tree.leaves((self.llama, self.swiftkv), is_leaf=is_quantized)
         arrays = [leaf.values if is_quantized(leaf) else leaf for leaf in arrays]
         embed = getattr(self.llama, "embed", None)

@@ -70,6 +70,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="upper layers that share keys and values (default: the model's, or 1)",
     )
     add(
+        "--prompt-attention-layers",
+        type=int,
+        metavar="M",
+        help="upper layers of which prompts run the attention (default: the model's, or 0)",
+    )
+    add(
+        "--boundary-taps",
+        type=int,
+        choices=(0, 1),
+        help="1: keys and values from a token's state and the one before (default: the model's, "
+        "or 0)",
+    )
+    add(
         "--input-len",
         type=_lengths,
         default=[512, 2048],

@@ -30,6 +30,8 @@ class BenchOptions:
     """auto, or dummy for random weights."""
     num_key_value_layers: int | None
     key_value_group_size: int | None
+    prompt_attention_layers: int | None
+    boundary_taps: int | None
     input_len: list[int]
     output_len: int | None
     batch: list[int] | None

@@ -82,7 +82,13 @@ def _dummy_source(options: BenchOptions) -> Source:
     )
     config, name = _dummy_config(options)
     if STUDENT in options.variants:
-        config = choose_cut(config, options.num_key_value_layers, options.key_value_group_size)
+        config = choose_cut(
+            config,
+            options.num_key_value_layers,
+            options.key_value_group_size,
+            prompt_attention_layers=options.prompt_attention_layers,
+            boundary_taps=options.boundary_taps,
+        )
     config = _with_generated_kv(options, config)
     dtype, scheme = (
         jnp.dtype(default_dtype() if model.dtype in (None, "auto") else model.dtype),
@@ -105,6 +111,12 @@ def _dummy_source(options: BenchOptions) -> Source:
 
 
 def _checkpoint_source(options: BenchOptions) -> Source:
+    given = options.prompt_attention_layers, options.boundary_taps
+    if options.num_key_value_layers is None and given != (None, None):
+        raise UsageError(
+            "`prompt_attention_layers` and `boundary_taps` are of a cut: add "
+            "`num_key_value_layers`, or `load_format`=dummy"
+        )
     model, mesh = load_model(options.model)
     model = _with_cut(options, model)
     if STUDENT in options.variants and model.swiftkv is None:
@@ -126,7 +138,15 @@ def _with_cut(options: BenchOptions, model: Model) -> Model:
     """The model with a new delta if the options name a cut: speed does not depend on what a delta
     has learnt."""
     layers, group = options.num_key_value_layers, options.key_value_group_size
-    model = model if layers is None else add_swiftkv(model, layers, group or 1)
+    alone, taps = options.prompt_attention_layers, options.boundary_taps
+    if layers is not None:
+        model = add_swiftkv(
+            model,
+            layers,
+            group or 1,
+            prompt_attention_layers=alone or 0,
+            boundary_taps=taps or 0,
+        )
     return dataclasses.replace(model, config=_with_generated_kv(options, model.config))
 
 

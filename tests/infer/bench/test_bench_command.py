@@ -82,6 +82,11 @@ def test_cells():
             "--key-value-group-size 2",
             "--num-key-value-layers 5",
         ),
+        (
+            "prefill --config llama-3.1-8b --load-format dummy --prompt-attention-layers 16",
+            "from 0 to 15",
+        ),
+        ("prefill --boundary-taps 1", "are of a cut: add --num-key-value-layers"),
     ],
 )
 def test_mistakes_are_one_line(flags, message, tmp_path, capsys):

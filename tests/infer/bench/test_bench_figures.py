@@ -223,7 +223,8 @@ def test_dummy_weights_in_8_bits(format):
 def test_heads_that_are_paired_stay_so(kv):
     """The model that is measured answers as the one that was given."""
     model = own_kv_engines.model("g=2")
-    fields: Any = {"num_key_value_layers": None, "key_value_group_size": None}
+    names = "num_key_value_layers", "key_value_group_size"
+    fields: Any = dict.fromkeys((*names, "prompt_attention_layers", "boundary_taps"))
     options: Any = SimpleNamespace(**fields, variants=(STUDENT,), engine={"generated_kv": kv})
     measured = variants._with_cut(options, model)
     assert measured.config.shared_kv_heads == model.config.shared_kv_heads is not None
