@@ -1,15 +1,14 @@
-"""The `config.json` that a model in a GGUF file would have, from the file's metadata.
+"""The metadata of a model in a GGUF file, and the fields of a `config.json` that every architecture
+makes from it. `gguf_architectures` has the others.
 
 Keys are those of llama.cpp's converter, and what stands for them in a `config.json` is what the
-converter reads; constants that no key states are llama.cpp's, by the number of layers. A key of the
-architecture that is not known here is an error.
+converter reads. A key of the architecture that is not known is an error.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -71,7 +70,7 @@ class Metadata:
         stored as 9.999999747378752e-06."""
         self.known.add(name)
         value = self.values.get(name, default)
-        return _shortest(value) if isinstance(value, float) else value
+        return shortest(value) if isinstance(value, float) else value
 
     def integer(self, name: str, default: int | None = None) -> int:
         """A whole number, which may stand once for each layer. Raises `ConfigError` if layers
@@ -110,46 +109,7 @@ class Metadata:
                 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Architecture:
-    """A `general.architecture` of GGUF."""
-
-    read: Callable[[Metadata], dict[str, Any]]
-    """Makes the fields of a `config.json` beyond the common ones, and `model_type`."""
-    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Name within a layer of a Hugging Face tensor -> that in the file, where it is not Llama's."""
-    permuted: bool = False
-    """Whether rows of queries and keys were reordered for a rotation of neighbours."""
-    norm_offset: float = 0.0
-    """What was added to the scales of norms."""
-
-
-def architecture_of(file: GgufFile) -> tuple[str, Architecture]:
-    """The architecture, and its name. Raises `ConfigError` unless it is one of `ARCHITECTURES`."""
-    name, kind = file.metadata.get("general.architecture"), file.metadata.get("general.type")
-    if kind not in (None, "model"):
-        raise ConfigError(
-            f"general.type={shown(kind)}: not a model; give the GGUF file of the model itself"
-        )
-    if name not in ARCHITECTURES:
-        raise ConfigError(
-            f"general.architecture={shown(name)} is not supported; supported: "
-            f"{', '.join(ARCHITECTURES)}"
-        )
-    return name, ARCHITECTURES[name]
-
-
-def hf_fields(file: GgufFile) -> dict[str, Any]:
-    """The fields of a `config.json`, as transformers 4 spells them. Raises `ConfigError` for
-    metadata that would change the model and is not implemented."""
-    name, architecture = architecture_of(file)
-    found = Metadata(file, name)
-    fields = _common(found) | architecture.read(found)
-    found.check()
-    return {key: value for key, value in fields.items() if value is not None}
-
-
-def _common(found: Metadata) -> dict[str, Any]:
+def common_fields(found: Metadata) -> dict[str, Any]:
     embedding, heads = found.tensors.get("token_embd.weight"), found.integer("attention.head_count")
     if embedding is None:
         raise ConfigError("missing: token_embd.weight")
@@ -224,7 +184,7 @@ def _llama3(found: Metadata) -> dict[str, Any]:
     dims = 2 * len(divisors)
     theta = found.get("rope.freq_base", 10_000.0)
     frequencies = 1.0 / theta ** (np.arange(0, dims, 2, dtype=np.float64) / dims)
-    factor = _shortest(float(divisors.max()))
+    factor = shortest(float(divisors.max()))
     smooth = (original * frequencies / (2 * math.pi) - low) / (high - low)
     smooth = np.clip(smooth, 0.0, 1.0)
     if not np.allclose(1.0 / ((1 - smooth) / factor + smooth), divisors, rtol=1e-4):
@@ -248,7 +208,7 @@ def _longrope(found: Metadata, original: int | None) -> dict[str, Any]:
             f"original_context_length"
         )
     factors = {
-        field: [_shortest(value) for value in found.tensors[name].whole().tolist()]
+        field: [shortest(value) for value in found.tensors[name].whole().tolist()]
         for field, name in (("short_factor", _SHORT), ("long_factor", _LONG))
     }
     scaling = {"type": "longrope", **factors}
@@ -259,25 +219,7 @@ def _longrope(found: Metadata, original: int | None) -> dict[str, Any]:
     return scaling
 
 
-def _shortest(value: float) -> float:
+def shortest(value: float) -> float:
     """The number of the fewest digits that is this one in float32, if it is one."""
     narrow = np.float32(value)
     return float(str(narrow)) if float(narrow) == value else value
-
-
-# Architectures ----------------------------------------------------------------
-
-
-def _read_llama(found: Metadata) -> dict[str, Any]:
-    window = found.get("attention.sliding_window") or None
-    return {
-        "model_type": "llama" if window is None else "mistral",
-        "hidden_act": "silu",
-        "attention_bias": found.has("blk.0.attn_q.bias"),
-        "sliding_window": window,
-    }
-
-
-ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(_read_llama, permuted=True),
-}

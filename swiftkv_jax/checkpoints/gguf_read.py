@@ -1,5 +1,5 @@
-"""Read a GGUF file as if it were a Hugging Face directory: `gguf_config` makes its config.json,
-`gguf_tensors` its tensors, and `gguf_tokenizer` its tokenizer's files."""
+"""Read a GGUF file as if it were a Hugging Face directory: `gguf_architectures` makes its
+config.json, `gguf_tensors` its tensors, and `gguf_tokenizer` its tokenizer's files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from ..model import AuxiliaryFiles, Model
 from . import source
 from .auxiliary import load_tokenizer
-from .gguf_config import architecture_of, hf_fields
+from .gguf_architectures import architecture_of, hf_fields
 from .gguf_file import GgufFile, one_of, read_gguf, shards
 from .gguf_tensors import read_tensors
 from .gguf_tokenizer import end_tokens, tokenizer_files

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from ..config import Config
 from ..errors import CheckpointError
-from .gguf_config import ROPE_TENSORS, Architecture
+from .gguf_architectures import Architecture
+from .gguf_config import ROPE_TENSORS
 from .gguf_file import GgufFile, GgufTensor, StoredBlocks
 from .interleaved import Interleaved
 from .tensor_map import MappedLeaf, check_no_problems
