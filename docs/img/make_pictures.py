@@ -299,13 +299,29 @@ def prefill_h100(path: Path) -> None:
 
 def analysis(path: Path, data: str = "analysis.json") -> None:
     """`swiftkv train analyze` of the demo model, or of another with another data file."""
+    from swiftkv_jax.calibration import LayerFit
     from swiftkv_jax.train.plots import draw_analysis
     from swiftkv_jax.train.sweep import Analysis, CutResult
 
     found = json.loads((DATA / data).read_text(encoding="utf-8"))
-    cuts = [CutResult(**cut) for cut in found["cuts"]]
-    names = {field.name for field in dataclasses.fields(Analysis)} - {"cuts"}
-    draw_analysis(Analysis(**{name: found[name] for name in names}, cuts=cuts), path)
+    teacher = found["teacher_perplexity"]
+    older = {  # of a file from before students had these
+        "prompt_attention_layers": 0,
+        "boundary_taps": 0,
+        "generated_kv": "boundary",
+        "exact_tail": 0,
+        "tokens": found["tokens"],
+        "teacher_perplexity": teacher,
+        "perplexity_loss_error": 0.0,
+        "far_nats_error": 0.0,
+    }
+    cuts = []
+    for cut in found["cuts"]:
+        lost = {"perplexity_loss": cut["student_perplexity"] / teacher - 1}
+        layers = {"layers": [LayerFit(**layer) for layer in cut["layers"]]}
+        cuts.append(CutResult(**(older | lost | cut | layers)))
+    names = {field.name for field in dataclasses.fields(Analysis)} - {"cuts", "heads"}
+    draw_analysis(Analysis(**{name: found[name] for name in names}, cuts=cuts, heads=[]), path)
 
 
 def run(path: Path) -> None:

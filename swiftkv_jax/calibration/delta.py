@@ -261,11 +261,11 @@ def _check_finite(layer: int, *arrays: Any) -> None:
 def _regress(config: Config, qkv: QKV, layer: int, moment: Moments) -> solve.Ridge:
     """Keys and then values of a layer, from the boundary state: 2 K heads, one factorisation."""
     cross = moment.cross.reshape(len(moment.cross), -1, moment.cross.shape[-1])
-    prior = _own_projections(config, qkv, layer)
+    prior = own_projections(config, qkv, layer)
     return solve.ridge(moment.inputs, cross, moment.energy.ravel(), prior)
 
 
-def _own_projections(config: Config, qkv: QKV, layer: int) -> Float[np.ndarray, "E 2K H"]:
+def own_projections(config: Config, qkv: QKV, layer: int) -> Float[np.ndarray, "E 2K H"]:
     """Keys and then values: zeros for taps, biases for the last input."""
     found = []
     for weight, bias in ((qkv.k, qkv.k_bias), (qkv.v, qkv.v_bias)):

@@ -6,17 +6,17 @@ import argparse
 import dataclasses
 import logging
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import jax
-import numpy as np
+from jax.sharding import Mesh
 
 from .. import cli
 from ..attention import Attention
 from ..checkpoints import load, open_any
 from ..checkpoints.hub import local_path, repository_of
 from ..cli.devices import join_and_emulate
-from ..config import Config
+from ..config import GENERATED_KV, Config, GeneratedKV
 from ..distributed import check_all_take_part, is_main_process
 from ..errors import DataError, UsageError
 from ..io.files import write_json
@@ -24,16 +24,26 @@ from ..io.plotting import matplotlib_missing
 from ..kernel_check import checked_implementation, forward_configs
 from ..mesh import MeshShape, dp_size, make_mesh, parse_mesh
 from ..sharding import batch_sharding
+from .analysis_table import table
 from .cut_list import NamedCut, parse_cuts
+from .cut_search import search
 from .data.batches import batches_of
 from .data.excerpts import read_excerpts
-from .far_tokens import FAR_NATS, MAX_FAR_LOSS, MIN_FAR_TOKENS, far_cell, loses_too_much
 from .plots import draw_analysis
-from .recipe import DEMO, TOKENS_PER_DIMENSION, Init, check_calibration_tokens
-from .sweep import Analysis, CutResult, analyze_cuts, possible_cuts
+from .recipe import DEMO, Init, check_calibration_tokens
+from .recommendation import Budget, Recommendation, parse_budget, recommend
+from .sweep import Analysis, Sweep, possible_cuts
 
 logger = logging.getLogger(__name__)
 
+ANALYSIS = "analysis.json"
+CUTS = "37.5%,50%,62.5%,75%,87.5%"
+"""Cuts that are measured where none are named."""
+ANALYSIS_TOKENS_PER_DIMENSION = 64
+"""Calibration tokens per entry of the hidden state, by default: a quarter of those that a delta is
+fitted to, so that an analysis takes minutes. Losses are a little higher with fewer."""
+EXACT_TAIL = 64
+"""`Config.exact_tail` of the students that keep their own keys and values, by default."""
 STATES_BYTES = 2**31
 """Bytes of one batch's hidden states at all layers, on one device: the rows of a batch follow."""
 
@@ -44,22 +54,29 @@ class AnalyzeOptions:
 
     model: str | None
     """None is the demo model."""
-    revision: str | None
     data: tuple[str, ...]
-    cuts: str
-    groups: str
-    init: Init
-    calibration_tokens: int | None
-    """None is `TOKENS_PER_DIMENSION` for each entry of the hidden state."""
-    rows: int
+    revision: str | None = None
+    cuts: str | None = None
+    """None is `CUTS`, and others near the edge of the budget."""
+    groups: str = "1"
+    generated_kv: GeneratedKV | None = None
+    """None is both."""
+    exact_tail: int | None = None
+    """None is `EXACT_TAIL`, where rows are long enough."""
+    max_perplexity_loss: str | None = None
+    max_far_loss: float | None = None
+    init: Init = "closed-form"
+    calibration_tokens: int | None = None
+    """None is `ANALYSIS_TOKENS_PER_DIMENSION` for each entry of the hidden state."""
+    rows: int = 16
     """Rows to measure on."""
-    max_length: int
+    max_length: int = 512
     """Tokens in a row."""
-    prompt_length: int | None
+    prompt_length: int | None = None
     """None is 8192, or what the model has positions for."""
-    mesh: MeshShape
-    dtype: str | None
-    output_dir: Path | None
+    mesh: MeshShape = MeshShape()
+    dtype: str | None = None
+    output_dir: Path | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +91,21 @@ class SweepSettings:
     """(K, g) of each cut."""
     named: list[NamedCut]
     """Its K, as they were asked for."""
+    generated: tuple[GeneratedKV, ...]
+    exact_tail: int
+    budget: Budget
     prompt_length: int
     folder: Path
+
+
+class Findings(NamedTuple):
+    """What an analysis found."""
+
+    analysis: Analysis
+    recommendation: Recommendation | None
+    """None where nothing can be said about the budget."""
+    num_layers: int
+    settings: SweepSettings
 
 
 def main(args: argparse.Namespace) -> int:
@@ -91,9 +121,19 @@ def analyze(options: AnalyzeOptions) -> int:
     mesh, settings = make_mesh(options.mesh), settle(options)
     check_all_take_part(mesh)
     settings.folder.mkdir(parents=True, exist_ok=True)
+    found = measure(options, settings, mesh)
+    if is_main_process():
+        print(table(found.analysis, found.num_layers))
+        print(conclusion(found, options))
+        write(found, options)
+    return cli.OK
+
+
+def measure(options: AnalyzeOptions, settings: SweepSettings, mesh: Mesh) -> Findings:
+    """Run the analysis. Raises `DataError` for text that does not suffice."""
     config = settings.config
     model = load(settings.model, dtype=options.dtype, mesh=mesh, config=config)
-    wanted = options.calibration_tokens or TOKENS_PER_DIMENSION * config.embed_dim
+    wanted = options.calibration_tokens or ANALYSIS_TOKENS_PER_DIMENSION * config.embed_dim
     excerpts = read_excerpts(
         settings.data,
         model.tokenizer,
@@ -110,7 +150,7 @@ def analyze(options: AnalyzeOptions) -> int:
         logger.info("of %d layers %s", config.num_layers, ", ".join(map(str, settings.named)))
 
     configs = forward_configs(config, model.dtype, mesh)
-    attention = checked_implementation(None, configs, mesh.local_devices[0])
+    implementation = checked_implementation(None, configs, mesh.local_devices[0])
     bytes_per_row = (
         (config.num_layers + 1) * options.max_length * config.embed_dim * model.dtype.itemsize
     )
@@ -123,26 +163,35 @@ def analyze(options: AnalyzeOptions) -> int:
         ]
         for rows in excerpts
     )
-    analysis = analyze_cuts(
+    sweep = Sweep(
         config,
         model.llama,
         measured,
-        settings.cuts,
         prompt_length=settings.prompt_length,
-        attention=Attention(mesh, attention),
+        attention=Attention(mesh, implementation),
         init=options.init,
         calibration=calibration,
+        exact_tail=settings.exact_tail,
+        lowest=min(k for k, _ in settings.cuts) if options.cuts is not None else 1,
     )
-    if is_main_process():
-        print(table(analysis, config.num_layers))
-        facts = {
-            "model": settings.model,
-            "data": settings.data,
-            "dtype": str(model.dtype),
-            "prompt_length": settings.prompt_length,
-        }
-        write(settings.folder, analysis, facts)
-    return cli.OK
+    named = options.cuts is not None
+    cuts = search(sweep, settings.cuts, settings.generated, settings.budget, named=named)
+    analysis = sweep.summary(cuts)
+    recommendation = None
+    if options.init == "closed-form":
+        recommendation = recommend(cuts, settings.budget, analysis.far_tokens)
+    return Findings(analysis, recommendation, config.num_layers, settings)
+
+
+def conclusion(found: Findings, options: AnalyzeOptions) -> str:
+    """The recommendation in a sentence, and the command to run next."""
+    recommendation, budget = found.recommendation, found.settings.budget
+    if options.init != "closed-form":
+        return "no recommendation: it needs students in closed form (`init`)"
+    if recommendation is None:
+        return f"no recommendation within {budget}: too few far tokens; measure more `rows`"
+    command = recommendation.command(options.model, options.data, options.revision)
+    return f"{recommendation.describe(found.num_layers)}\nnext: {command}"
 
 
 def settle(options: AnalyzeOptions) -> SweepSettings:
@@ -152,8 +201,8 @@ def settle(options: AnalyzeOptions) -> SweepSettings:
     check_calibration_tokens(options.calibration_tokens, options.init)
     model = str(local_path(options.model or DEMO.model, options.revision))
     found = open_any(model).config
-    config = found.cut(found.num_layers)
-    named = parse_cuts(options.cuts, config.num_layers)
+    config = dataclasses.replace(found.cut(found.num_layers), generated_kv="boundary", exact_tail=0)
+    named = parse_cuts(CUTS if options.cuts is None else options.cuts, config.num_layers)
     cuts, reasons = possible_cuts(
         config,
         [cut.k for cut in named],
@@ -169,7 +218,27 @@ def settle(options: AnalyzeOptions) -> SweepSettings:
     name = Path(repository[0] if repository else model).resolve().name
     folder = options.output_dir or Path("runs") / f"analyze-{name}"
     data, length = options.data or DEMO.data, checked_lengths(options, config)
-    return SweepSettings(model, data, config, cuts, named, length, folder)
+    generated, tail = choose_generated(options)
+    budget = parse_budget(options.max_perplexity_loss, options.max_far_loss)
+    return SweepSettings(model, data, config, cuts, named, generated, tail, budget, length, folder)
+
+
+def choose_generated(options: AnalyzeOptions) -> tuple[tuple[GeneratedKV, ...], int]:
+    """What is measured of `Config.generated_kv`, and the exact tail. Raises `UsageError` for a tail
+    that a measured prompt, half of a row, does not exceed."""
+    tail, prompt = options.exact_tail, options.max_length // 2
+    if options.generated_kv == "boundary":
+        if tail:
+            raise UsageError(f"`exact_tail`={tail} needs `generated_kv`=own")
+        return ("boundary",), 0
+    if tail is None:
+        tail = EXACT_TAIL if EXACT_TAIL < prompt else 0
+    if not 0 <= tail < max(prompt, 1):
+        raise UsageError(
+            f"`exact_tail`={tail}: must be from 0 to below {prompt}, the length of a measured "
+            f"prompt, which is half of `max_length`"
+        )
+    return (GENERATED_KV if options.generated_kv is None else ("own",)), tail
 
 
 def parse_groups(text: str) -> list[int]:
@@ -199,79 +268,22 @@ def checked_lengths(options: AnalyzeOptions, config: Config) -> int:
     return prompt_length
 
 
-def table(analysis: Analysis, num_layers: int) -> str:
-    """One line per cut, sorted by K, then g."""
-    columns = [
-        "K",
-        "of layers",
-        "g",
-        "KL",
-        "agreement",
-        "perplexity",
-        "far nats",
-        "prefill FLOPs",
-        "KV bytes/token",
-        "KV cache",
-    ]
-    if analysis.calibration_tokens:
-        columns += ["R2 of K", "R2 of V"]
-    rows = [_cells(cut, num_layers, analysis.far_tokens) for cut in analysis.cuts]
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    lines = [
-        "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-        for cells in (columns, *rows)
-    ]
-    title = f"undistilled students, {_describe_init(analysis)}, on {analysis.tokens:,} predicted"
-    title += f" tokens; teacher's perplexity {analysis.teacher_perplexity:,.2f}"
-    return "\n".join([title, lines[0], "-" * len(lines[0]), *lines[1:], _describe_far(analysis)])
-
-
-def _describe_far(analysis: Analysis) -> str:
-    """Sentences about the far tokens."""
-    count = analysis.far_tokens
-    text = (
-        f"far nats: lost on the {count:,} tokens on which the teacher loses more "
-        f"than {FAR_NATS:g} nat without the far part of the row"
-    )
-    if count < MIN_FAR_TOKENS:
-        text += f"; {MIN_FAR_TOKENS} are needed: measure more `rows`, or longer ones (`max_length`)"
-    if any(loses_too_much(count, cut.far_nats) for cut in analysis.cuts):
-        text += f"; *: more than {MAX_FAR_LOSS:g}: distil it or keep more layers, and measure again"
-    return text
-
-
-def _describe_init(analysis: Analysis) -> str:
-    """A phrase for the start of the students."""
-    if analysis.init != "closed-form":
-        return f"copied ({analysis.init})"
-    return f"in closed form from {analysis.calibration_tokens:,} other tokens"
-
-
-def _cells(cut: CutResult, num_layers: int, far_tokens: int) -> list[str]:
-    cells = [
-        str(cut.num_key_value_layers),
-        f"{cut.num_key_value_layers / num_layers:.1%}",
-        str(cut.key_value_group_size),
-        f"{cut.kl:.4f}",
-        f"{cut.agreement:.1%}",
-        f"{cut.student_perplexity:,.2f}",
-        far_cell(far_tokens, cut.far_nats) + "*" * loses_too_much(far_tokens, cut.far_nats),
-        f"{cut.prefill_flops_share:.1%}",
-        f"{cut.kv_bytes_per_token:,}",
-        f"{cut.kv_bytes_share:.1%}",
-    ]
-    if fits := cut.layers[1:] or cut.layers:  # layer K's own are 1
-        cells += [
-            f"{np.mean([getattr(fit, name) for fit in fits]):.3f}" for name in ("r2_k", "r2_v")
-        ]
-    return cells
-
-
-def write(folder: Path, analysis: Analysis, settings: dict[str, Any]) -> None:
+def write(found: Findings, options: AnalyzeOptions) -> None:
     """`analysis.json`, and `analysis.png` where matplotlib is installed."""
-    write_json(folder / "analysis.json", settings | dataclasses.asdict(analysis))
+    analysis, recommendation, num_layers, settings = found
+    facts = {
+        "model": settings.model,
+        "data": settings.data,
+        "dtype": options.dtype,
+        "prompt_length": settings.prompt_length,
+        "num_layers": num_layers,
+        "recommendation": None
+        if recommendation is None
+        else recommendation.record(num_layers, options.model, options.data, options.revision),
+    }
+    write_json(settings.folder / ANALYSIS, facts | dataclasses.asdict(analysis))
     if missing := matplotlib_missing():
         logger.info("no analysis.png: %s", missing)
     else:
-        draw_analysis(analysis, folder / "analysis.png")
-    logger.info("written to %s", folder)
+        draw_analysis(analysis, settings.folder / "analysis.png", recommendation)
+    logger.info("written to %s", settings.folder)

@@ -4,7 +4,8 @@ distillation.
 For a choice of K (layers that keep their own keys and values) and g (layers that share one
 projection) it shows the student's distance from the teacher on a text, and what the cut saves. The
 student is the one that training starts from: in closed form, fitted to text that it is not measured
-on. With no --model it analyses the demo model. Example:
+on. It recommends the cheapest cut within a budget, with a tap or prompt attention layers where they
+pay, and the command that makes it. With no --model it analyses the demo model. Example:
 
     python -m swiftkv_jax.train analyze --model Llama-3.1-8B-Instruct --data chat.jsonl
 """
@@ -16,8 +17,9 @@ from pathlib import Path
 from typing import get_args
 
 from ..cli.model_options import add_revision
+from ..config import GENERATED_KV
 from .arguments import add_dtype
-from .recipe import TOKENS_PER_DIMENSION, Init, Recipe
+from .recipe import Init, Recipe
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -35,15 +37,40 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     flag(
         "--cuts",
-        default="25%,37.5%,50%,62.5%,75%",
         help="layers that keep their own keys and values: percentages of all layers, numbers of "
-        "layers such as K=3, or `all` (default: %(default)s)",
+        "layers such as K=3, or `all` (default: from 37.5%% to 87.5%%, and those near the edge of "
+        "the budget)",
     )
     flag(
         "--groups",
         default="1,2,4",
         help="upper layers that share one key/value cache, where they divide evenly (default: "
         "%(default)s)",
+    )
+    flag(
+        "--generated-kv",
+        choices=GENERATED_KV,
+        help="measure students whose generated tokens take their keys and values from there "
+        "(default: both; own without groups only)",
+    )
+    flag(
+        "--exact-tail",
+        type=int,
+        metavar="W",
+        help="last tokens of a prompt that keep their own too, with own (default: 64)",
+    )
+    flag(
+        "--max-perplexity-loss",
+        metavar="SHARE",
+        help="recommend the cheapest cut that loses no more of the teacher's perplexity, such as "
+        "2%% (default: 2%%, if --max-far-loss is not given either)",
+    )
+    flag(
+        "--max-far-loss",
+        type=float,
+        metavar="NATS",
+        help="the same for the tokens that depend on the far part of a row (default: "
+        "0.15, if --max-perplexity-loss is not given either)",
     )
     flag(
         "--init",
@@ -55,8 +82,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--calibration-tokens",
         type=int,
         metavar="N",
-        help="tokens for --init closed-form, as far as the text goes (default: "
-        f"{TOKENS_PER_DIMENSION} per entry of the hidden state)",
+        help="tokens for --init closed-form, as far as the text goes (default: 64 per entry of "
+        "the hidden state)",
     )
     flag(
         "--rows",

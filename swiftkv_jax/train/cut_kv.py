@@ -3,7 +3,8 @@
 For every cut this is a stack of projections with as many entries as the lowest cut has upper
 layers. The upper layers of the cut come first, each with separate keys and values, which it makes
 from its group's. With these it needs only the teacher's queries
-(`calibration.delta.FittedGroup.expanded`).
+(`calibration.delta.FittedGroup.expanded`). The same for the prompt layers of a cut and for taps is
+in `cut_boundary`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from jaxtyping import Array, Float, Int
 from ..attention import Attention
 from ..batch import Batch
 from ..calibration import LayerFit
-from ..calibration.delta import fit_layers, output_metrics, share_layers
+from ..calibration.delta import fit_layers, output_metrics, own_projections, share_layers
 from ..calibration.moments import (
     Moments,
     add_layer,
@@ -33,11 +34,12 @@ from ..calibration.moments import (
     regressors,
     zero_moments,
 )
-from ..config import Config
+from ..config import Config, GeneratedKV
 from ..initialization import Start
 from ..params import Llama, SwiftKV, swiftkv_shapes
 from ..rope import paired_dims, rope_tables, scanned_kinds
 from ..sharding import all_gather_fsdp, swiftkv_shardings
+from .sweep_programs import PromptLayers, boundary_states, layer_of
 
 MOMENTS_BYTES = 2**33
 """Bytes of the second moments on one device, unless those of a single K are more."""
@@ -50,25 +52,29 @@ class CutKV(NamedTuple):
     """The start of the upper layers of a cut."""
 
     kv: SwiftKV
-    """k, v, their biases and the norms of k, of every upper layer."""
+    """k, v, their biases, taps and the norms of k, of every upper layer."""
     layers: tuple[LayerFit, ...]
     """How well they are fitted; None for copies."""
+    prompt: PromptLayers | None = None
+
+
+Variants = Sequence[tuple[int, GeneratedKV]]
+"""(g, where generated tokens take their keys and values from) of the students at one K."""
 
 
 def copied_kv(
     config: Config,
     llama: Llama,
-    groups: Mapping[int, Sequence[int]],
+    variants: Mapping[int, Variants],
     start: Start,
     mesh: Mesh | None,
 ) -> Iterator[tuple[int, list[CutKV]]]:
-    """For each K of `groups` the start of each of its g, as `initialization.init_swiftkv` makes
-    them."""
-    size = config.num_layers - min(groups)
+    """For each K the start of each of its students, as `initialization.init_swiftkv` makes them."""
+    size = config.num_layers - min(variants)
     where = _shardings(config, size, mesh)
-    for k, sizes in groups.items():
+    for k, chosen in variants.items():
         students = []
-        for g in sizes:
+        for g, _ in chosen:
             members = np.zeros((size, config.num_layers), bool)
             for layer in range(k, config.num_layers):
                 leader = layer - (layer - k) % g
@@ -88,38 +94,77 @@ def copied_kv(
 def calibrated_kv(
     config: Config,
     llama: Llama,
-    groups: Mapping[int, Sequence[int]],
+    variants: Mapping[int, Variants],
     states: Callable[[], Iterable[States]],
     attention: Attention,
+    *,
+    lowest: int | None = None,
 ) -> Iterator[tuple[int, list[CutKV]]]:
-    """For each K of `groups` the start of each of its g in closed form, fitted to `states`.
+    """For each K the start of each of its students in closed form, fitted to `states`. The stacks
+    have as many entries as a cut at `lowest` has upper layers, by default that of the lowest K.
 
     Those are run through once for as many K as `plan_passes` puts together. Host memory holds the
     float64 keys and values of one K's layers, and the second moments of one layer at a time. Raises
     `ValueError` if `states` hold no token.
     """
-    size = config.num_layers - min(groups)
-    metrics, pairs = output_metrics(llama.lower.o, config.num_kv_heads), paired_dims(config)
-    for entries, chosen in plan_passes(config, list(groups), attention.mesh):
-        moments = _gather(config, llama, entries, chosen, states(), attention)
+    size = config.num_layers - (lowest or min(variants))
+    fitter = Fitter(config, llama, size, attention.mesh)
+    for entries, chosen in plan_passes(config, list(variants), attention.mesh):
+        moments = gather(config, llama, entries, chosen, states(), attention)
         for k, entry in chosen.items():
-            layers = list(
-                fit_layers(config.cut(k), llama.lower_qkv, metrics, moments, first=k, entry=entry)
+            yield (
+                k,
+                [
+                    fitter.start(config.cut(k, g), generated, moments, entry)
+                    for g, generated in variants[k]
+                ],
             )
-            students = []
-            for g in groups[k]:
-                shared, fits = zip(*share_layers(layers, g, moments, pairs), strict=True)
-                expanded = [kv for group in shared for kv in group.expanded()]
-                kv = _put(config, expanded, size, llama.embed.dtype, attention.mesh)
-                if llama.lower_qkv.k_norm is not None:  # then without groups
-                    norms = np.zeros((size, config.num_layers), bool)
-                    norms[: config.num_layers - k, k:] = np.eye(config.num_layers - k, dtype=bool)
-                    where = _shardings(config, size, attention.mesh).k_norm
-                    kv = dataclasses.replace(
-                        kv, k_norm=_means(llama.lower_qkv.k_norm, norms, where)
-                    )
-                students.append(CutKV(kv, tuple(fit for group in fits for fit in group)))
-            yield k, students
+
+
+class Fitter:
+    """Makes starts in closed form from moments."""
+
+    def __init__(self, config: Config, llama: Llama, size: int, mesh: Mesh | None):
+        self.llama, self.size, self.mesh = llama, size, mesh
+        self.metrics = output_metrics(llama.lower.o, config.num_kv_heads)
+        self.pairs = paired_dims(config)
+
+    def start(
+        self,
+        cut: Config,
+        generated: GeneratedKV,
+        moments: Moments,
+        entry: int,
+        prompt: PromptLayers | None = None,
+    ) -> CutKV:
+        """The start at `cut`, whose prompt layers have the maps of `prompt`, from the moments from
+        `entry` on."""
+        qkv, alone = self.llama.lower_qkv, cut.prompt_attention_layers
+        first, group = cut.first_projected_layer, cut.key_value_group_size
+        single = dataclasses.replace(cut, key_value_group_size=1, generated_kv=generated)
+        layers = fit_layers(
+            single if group == 1 else dataclasses.replace(single, generated_kv="boundary"),
+            qkv,
+            self.metrics,
+            moments,
+            first=first,
+            entry=entry,
+        )
+        shared, fits = zip(*share_layers(layers, group, moments, self.pairs), strict=True)
+        heads = [
+            np.split(own_projections(cut, qkv, layer).transpose(1, 2, 0), 2)
+            for layer in range(first - alone, first)
+        ]
+        expanded = [(k, v) for k, v in heads]
+        expanded += [kv for each in shared for kv in each.expanded()]
+        kv = _put(cut, expanded, self.size, self.llama.embed.dtype, self.mesh)
+        if qkv.k_norm is not None:  # then without groups
+            norms = np.zeros((self.size, cut.num_layers), bool)
+            upper = cut.num_upper_layers
+            norms[:upper, cut.num_lower_layers :] = np.eye(upper, dtype=bool)
+            where = _shardings(cut, self.size, self.mesh).k_norm
+            kv = dataclasses.replace(kv, k_norm=_means(qkv.k_norm, norms, where))
+        return CutKV(kv, tuple(fit for each in fits for fit in each), prompt)
 
 
 def plan_passes(
@@ -151,20 +196,22 @@ def plan_passes(
     yield entries, chosen
 
 
-def _gather(
+def gather(
     config: Config,
     llama: Llama,
     entries: int,
     chosen: Mapping[int, int],
     states: Iterable[States],
     attention: Attention,
+    prompt: PromptLayers | None = None,
 ) -> Moments:
+    """The moments of each K of `chosen` from its entry on, in a stack of `entries`. Raises
+    `ValueError` if `states` hold no token."""
     moments, tokens = zero_moments(config, attention.mesh, entries), 0.0
     for batch, inputs, _ in states:
         for k, entry in chosen.items():
-            moments = add_cut(
-                config, attention, moments, llama, batch, inputs, jnp.int32(k), jnp.int32(entry)
-            )
+            at = jnp.int32(k), jnp.int32(entry)
+            moments = add_cut(config, attention, moments, llama, batch, inputs, *at, prompt)
         tokens += float((batch.segment_ids > 0).sum())
     if not tokens:
         raise ValueError("there is no token to calibrate on")
@@ -181,14 +228,19 @@ def add_cut(
     inputs: Float[Array, "L B T D"],
     first_upper: Int[Array, ""],
     entry: Int[Array, ""],
+    prompt: PromptLayers | None = None,
 ) -> Moments:
-    """`moments` with those of one more batch for the upper layers of one cut, from `entry` on; not
-    the number of tokens."""
-    config = config.at_length(batch.tokens.shape[1])
-    mesh, tables = attention.mesh, rope_tables(config, batch.positions)
-    kinds, kind_of = scanned_kinds(config, tables, range(config.num_layers))
-    norm = layer_of(llama.lower.attn_norm, first_upper)
-    s = regressors(config, layer_of(inputs, first_upper), norm)
+    """`moments` with those of one more batch for the upper layers of one cut that follow its prompt
+    layers, from `entry` on; not the number of tokens. With the taps of `config`."""
+    length_config = config.at_length(batch.tokens.shape[1])
+    mesh, tables = attention.mesh, rope_tables(length_config, batch.positions)
+    kinds, kind_of = scanned_kinds(length_config, tables, range(config.num_layers))
+    x, first = layer_of(inputs, first_upper), first_upper
+    if prompt is not None:
+        states = boundary_states(config, attention, llama, batch, x, first_upper, prompt)
+        x, first = layer_of(states, prompt.count), first_upper + prompt.count
+    norm = layer_of(llama.lower.attn_norm, first)
+    s = regressors(length_config, x, norm, batch.segment_ids)
 
     def step(index, moments):
         block, qkv = (
@@ -197,17 +249,10 @@ def add_cut(
         )
         x = layer_of(inputs, index)
         kind = kind_of(layer_of(kinds, index))
-        added = layer_moments(config, block, qkv, x, s, kind, batch.segment_ids, mesh=mesh)
-        return add_layer(config, mesh, moments, added, entry + index - first_upper)
+        added = layer_moments(length_config, block, qkv, x, s, kind, batch.segment_ids, mesh=mesh)
+        return add_layer(length_config, mesh, moments, added, entry + index - first)
 
-    return jax.lax.fori_loop(first_upper, config.num_layers, step, moments)
-
-
-def layer_of(stack: Any, index) -> Any:
-    """One layer out of a tree of stacks."""
-    return jax.tree.map(
-        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), stack
-    )
+    return jax.lax.fori_loop(first, config.num_layers, step, moments)
 
 
 def _means(stack: jax.Array, members: np.ndarray, sharding: Sharding) -> jax.Array:
@@ -229,7 +274,8 @@ def _row_means(stack: Float[Array, "L *A"], members: Float[Array, "U L"]) -> Flo
 
 
 def _shardings(config: Config, size: int, mesh: Mesh | None) -> SwiftKV:
-    cut = config.cut(config.num_layers - size)
+    taps = config.boundary_taps
+    cut = config.cut(config.num_layers - size, prompt_attention_layers=0, boundary_taps=taps)
     if mesh is not None:
         return swiftkv_shardings(cut, mesh)
     first = SingleDeviceSharding(jax.local_devices()[0])
@@ -253,13 +299,17 @@ def _put(
             stack[entry] = array
         return jax.make_array_from_callback(stack.shape, sharding, lambda part: stack[part])
 
+    slices = {"": slice(width)}
+    if config.boundary_taps:
+        slices["_tap"] = slice(width, 2 * width)
     stacks = {
-        name: put([x[..., :width] for x in arrays], getattr(where, name))
+        name + kind: put([x[..., part] for x in arrays], getattr(where, name + kind))
         for name, arrays in parts.items()
+        for kind, part in slices.items()
     }
     if config.qkv_bias:
         stacks |= {
-            f"{name}_bias": put([x[..., width] for x in arrays], getattr(where, f"{name}_bias"))
+            f"{name}_bias": put([x[..., -1] for x in arrays], getattr(where, f"{name}_bias"))
             for name, arrays in parts.items()
         }
     return SwiftKV(**{"norm": None, "q": None, **stacks})

@@ -272,9 +272,9 @@ def _scan_chunks(
         )
         parts = (
             divergence,
-            _same_first(student, teacher),
-            _nll(teacher, next_tokens),
-            _nll(student, next_tokens),
+            same_first(student, teacher),
+            nll(teacher, next_tokens),
+            nll(student, next_tokens),
             divergence
             if (static.divergence, static.temperature, static.top_k) == ("forward", 1.0, None)
             else divergence_and_gradient("forward", student, teacher, 1.0)[0],
@@ -303,14 +303,14 @@ def _scan_chunks(
 # Both are sums and maxima over the vocabulary, so that logits split over `model` are not moved.
 
 
-def _same_first(student, teacher):
+def same_first(student, teacher):
     """1.0 where teacher and student have the same likeliest token."""
     is_best = teacher == teacher.max(axis=-1, keepdims=True)
     students_logit = jnp.where(is_best, student, -jnp.inf).max(axis=-1)
     return (students_logit == student.max(axis=-1)).astype(jnp.float32)
 
 
-def _nll(logits, tokens):
+def nll(logits, tokens):
     chosen = jnp.where(
         jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == tokens[..., None], logits, 0.0
     ).sum(axis=-1)

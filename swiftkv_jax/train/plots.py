@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from ..io.plotting import COLORS, figure
+from .cut_search import dips
 from .far_tokens import describe_count
-from .sweep import Analysis
+from .recommendation import Recommendation
+from .sweep import Analysis, CutResult
 
 
 def _set_log(axes: Any) -> None:
@@ -23,42 +26,99 @@ def _set_log(axes: Any) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def draw_analysis(analysis: Analysis, path: Path) -> None:
-    """Two panels: the students' KL against the FLOPs of prefill, one line per g, and the similarity
-    of the layers' inputs."""
-    with figure(11, 4.4, 1, 2) as (picture, (left, right)):
-        _draw_cuts(left, analysis)
-        _draw_similarity(picture, right, analysis)
+def draw_analysis(
+    analysis: Analysis, path: Path, recommendation: Recommendation | None = None
+) -> None:
+    """Four panels: the students' losses of perplexity and on far tokens against the FLOPs of
+    prefill, with the budget and the recommended one; R2 of keys per layer, with the layers that dip
+    marked; and the similarity of the layers' inputs."""
+    with figure(11, 8.4, 2, 2) as (picture, (first, second, third, fourth)):
+        perplexity = {"lost": lambda cut: 100 * cut.perplexity_loss, "limit": None}
+        far = {"lost": lambda cut: cut.far_nats, "limit": None}
+        if recommendation is not None:
+            if recommendation.max_perplexity_loss is not None:
+                perplexity["limit"] = 100 * recommendation.max_perplexity_loss
+            far["limit"] = recommendation.max_far_loss
+        _draw_cuts(first, analysis, recommendation, **perplexity)
+        first.set(ylabel="perplexity above the teacher's, %")
+        _draw_cuts(second, analysis, recommendation, **far)
+        second.set(ylabel="lost on far tokens, nats")
+        _draw_keys(third, analysis)
+        _draw_similarity(picture, fourth, analysis)
         picture.savefig(path, dpi=150)
 
 
-def _draw_cuts(axes: Any, analysis: Analysis) -> None:
-    groups = sorted({cut.key_value_group_size for cut in analysis.cuts})
-    for index, g in enumerate(groups):
+def _draw_cuts(
+    axes: Any,
+    analysis: Analysis,
+    recommendation: Recommendation | None,
+    *,
+    lost: Callable[[CutResult], float | None],
+    limit: float | None,
+) -> None:
+    """One line for each g and `generated_kv`, students with a tap or prompt layers as crosses."""
+    kinds = sorted({(cut.key_value_group_size, cut.generated_kv) for cut in analysis.cuts})
+    for kind, color in zip(kinds, itertools.cycle(COLORS)):
         cuts = [
-            cut for cut in analysis.cuts if cut.key_value_group_size == g and cut.kl > 1e-6
-        ]  # K = L-1 would be at 0
-        x, y = [100 * cut.prefill_flops_share for cut in cuts], [cut.kl for cut in cuts]
-        axes.plot(
-            x, y, marker="o", markersize=4, color=COLORS[index % len(COLORS)], label=f"g = {g}"
-        )
-        if index == 0 and len(cuts) <= 8:  # every group size has the same K at nearly the same cost
-            for cut, at_x, at_y in zip(cuts, x, y, strict=True):
-                axes.annotate(
-                    f"K={cut.num_key_value_layers}",
-                    (at_x, at_y),
-                    (-4, -11),
-                    textcoords="offset points",
-                    ha="right",
-                    color="#555",
-                )
-    axes.set(
-        xlabel="prefill FLOPs, % of the teacher's", ylabel="KL(teacher ‖ student), nats per token"
-    )
-    _set_log(axes)
+            cut
+            for cut in analysis.cuts
+            if (cut.key_value_group_size, cut.generated_kv) == kind
+            and (lost(cut) or 0) > 1e-4  # K = L-1 would be at 0
+        ]
+        label = f"g = {kind[0]}, {kind[1]}"
+        for improved, style in ((False, {"marker": "o"}), (True, {"marker": "x", "ls": ""})):
+            chosen = [cut for cut in cuts if _is_improved(cut) == improved]
+            x = [100 * cut.prefill_flops_share for cut in chosen]
+            y = [lost(cut) for cut in chosen]
+            label = None if improved else label
+            axes.plot(x, y, markersize=5, color=color, label=label, **style)
+    if limit is not None:
+        axes.axhline(limit, color="#555", linestyle="--", linewidth=1, label="budget")
+    chosen = [cut for cut in analysis.cuts if recommendation and _is_same(cut, recommendation)]
+    for cut in chosen:
+        if lost(cut) is not None and lost(cut) > 0:
+            at = 100 * cut.prefill_flops_share, lost(cut)
+            axes.plot(*at, marker="o", markersize=12, color="#222", fillstyle="none", ls="")
+            axes.annotate(f"K={cut.num_key_value_layers}", at, (8, 6), textcoords="offset points")
+    axes.set(xlabel="prefill FLOPs, % of the teacher's")
+    if any((lost(cut) or 0) > 1e-4 for cut in analysis.cuts):
+        _set_log(axes)
     axes.set_title(f"Before distillation ({analysis.init})")
     axes.margins(x=0.12, y=0.15)
     axes.legend()
+
+
+def _is_improved(cut: CutResult) -> bool:
+    return bool(cut.prompt_attention_layers or cut.boundary_taps)
+
+
+def _is_same(cut: CutResult, recommendation: Recommendation) -> bool:
+    return all(getattr(cut, name) == value for name, value in recommendation.cut.items())
+
+
+def _draw_keys(axes: Any, analysis: Analysis) -> None:
+    """R2 of keys per layer: one line for each K, the layers that dip marked, and dashed what a tap
+    or prompt layers make of them."""
+    drawn: dict[int, str] = {}
+    for cut in analysis.cuts:
+        k = cut.num_key_value_layers
+        if cut.key_value_group_size > 1 or not cut.layers:
+            continue
+        if not _is_improved(cut) and k in drawn:
+            continue
+        color = drawn.setdefault(k, COLORS[len(drawn) % len(COLORS)])
+        fits = {fit.layer: fit.r2_k for fit in cut.layers}
+        if _is_improved(cut):
+            axes.plot(fits.keys(), fits.values(), color=color, linestyle="--", linewidth=1)
+            continue
+        axes.plot(fits.keys(), fits.values(), color=color, label=f"K={k}")
+        low = dips(cut.layers)
+        axes.plot([fit.layer for fit in low], [fit.r2_k for fit in low], "v", color=color)
+    axes.set(xlabel="layer", ylabel="R² of keys")
+    axes.set_title("Keys that follow from the boundary state")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    if drawn:
+        axes.legend()
 
 
 def _draw_similarity(picture: Any, axes: Any, analysis: Analysis) -> None:

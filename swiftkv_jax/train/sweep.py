@@ -13,58 +13,71 @@ import dataclasses
 import functools
 import itertools
 import logging
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
 
 from ..attention import Attention
 from ..batch import Batch
-from ..boundary import project_kv
 from ..cache import bytes_per_token
 from ..calibration import LayerFit, check_groups, warn_of_few_tokens
-from ..config import Config
+from ..config import Config, GeneratedKV
 from ..cost import prefill_flops
-from ..decoder_layers import cross_layer, self_layer
 from ..errors import ConfigError
-from ..layers import embed, head_weights, norm
-from ..packed_attention import packed_attention
-from ..params import Llama, SwiftKV
-from ..rope import rope_tables, scanned_kinds
-from ..sharding import all_gather_fsdp, all_gather_vocabulary, constrain_activations, replicated
-from .cut_kv import States, calibrated_kv, copied_kv, layer_of
-from .distill import linear_kl
+from ..mesh import dp_size
+from ..params import Llama
+from .cut_boundary import boundary_kv
+from .cut_kv import CutKV, Fitter, States, Variants, calibrated_kv, copied_kv
 from .far_tokens import only_far
+from .heads import LayerHeads, head_scores
 from .progress import track
 from .recipe import Init
+from .sweep_programs import cosine_sums, cut_sums, teacher_states
 
 logger = logging.getLogger(__name__)
+
+KEPT_BYTES = 2**32
+"""Bytes of the hidden states of some text that stay on one device, so that the teacher runs on it
+once; those of longer text are computed again for each pass."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CutResult:
     """Measurements of one cut, with a delta that has not been trained. Means are per predicted
-    token."""
+    token: of all tokens, or where generated tokens keep their own keys and values of those in the
+    second half of a row, whose first half is the prompt. Errors are standard errors over rows."""
 
     num_key_value_layers: int
     key_value_group_size: int
+    prompt_attention_layers: int
+    boundary_taps: int
+    generated_kv: GeneratedKV
+    exact_tail: int
+    tokens: int
+    """Number of predicted tokens."""
     kl: float
     """KL(teacher || student) at temperature 1, nats."""
     agreement: float
     """Share of positions where teacher and student rank the same token first."""
+    teacher_perplexity: float
     student_perplexity: float
+    perplexity_loss: float
+    """Share of the teacher's perplexity that the student's is above it."""
+    perplexity_loss_error: float
     far_nats: float | None
     """Nats lost on the predictions that depend on the far part of the row; None without any."""
+    far_nats_error: float | None
     prefill_flops_share: float
     """FLOPs of a prefill as a share of the teacher's."""
     kv_bytes_per_token: int
     kv_bytes_share: float
     """Bytes of the KV cache as a share of the teacher's."""
     layers: list[LayerFit]
-    """How well each upper layer's keys and values follow from the input of layer K, for a start in
-    closed form."""
+    """How well each upper layer's keys and values follow from the boundary state, for a start in
+    closed form; not those of prompt attention layers, which are exact."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +96,7 @@ class Analysis:
     similarity: list[list[float]]
     """[L+1][L+1]: mean cosine between the hidden states that enter layers i and j; L is the output
     of the last layer."""
+    heads: list[LayerHeads]
     cuts: list[CutResult]
 
 
@@ -104,6 +118,190 @@ def possible_cuts(
     return cuts, {g: reason for g, reason in reasons.items() if g not in fitting}
 
 
+class Sweep:
+    """Some text, the teacher's hidden states on it, and the students that start from those."""
+
+    def __init__(
+        self,
+        config: Config,
+        llama: Llama,
+        batches: Sequence[Batch],
+        *,
+        prompt_length: int,
+        attention: Attention,
+        init: Init = "closed-form",
+        calibration: Sequence[Batch] = (),
+        exact_tail: int = 0,
+        lowest: int = 1,
+    ):
+        """`llama` has all its layers in the lower stack. Students are measured on `batches`, and
+        fitted to the tokens of `calibration`, batches of the same shape; if they are few, there is
+        a warning. `prompt_length` is the number of tokens of the prefill whose FLOPs are counted,
+        `exact_tail` that of students whose generated tokens keep their own keys and values. K is
+        at least `lowest`."""
+        self.config, self.llama, self.attention = config, llama, attention
+        self.prompt_length, self.init, self.exact_tail = prompt_length, init, exact_tail
+        self.lowest, self.calibration_tokens = lowest, 0
+        if init == "closed-form":
+            self.calibration_tokens = _real_tokens(calibration)
+            warn_of_few_tokens(config, self.calibration_tokens)
+        self._measured = self._states(batches, "measured text")
+        self._calibration = self._states(calibration, "calibration text")
+        self._far = [only_far(config, attention, llama, batch).loss_mask for batch in batches]
+        self._masks = [np.asarray(jax.device_get(batch.loss_mask)) for batch in batches]
+        self._far_masks = [np.asarray(jax.device_get(mask)) for mask in self._far]
+        self.tokens = int(sum(mask.sum() for mask in self._masks))
+        self.far_tokens = int(sum(mask.sum() for mask in self._far_masks))
+
+    def starts(self, variants: dict[int, Variants]) -> Iterator[tuple[int, list[CutKV]]]:
+        """For each K the starts of its students."""
+        if self.init != "closed-form":
+            mesh = self.attention.mesh
+            return copied_kv(self.config, self.llama, variants, self.init, mesh)
+        arguments = self.config, self.llama, variants, self._calibration, self.attention
+        return calibrated_kv(*arguments, lowest=self.lowest)
+
+    @functools.cached_property
+    def _fitter(self) -> Fitter:
+        size = self.config.num_layers - self.lowest
+        return Fitter(self.config, self.llama, size, self.attention.mesh)
+
+    def improved_starts(self, k: int, generated: GeneratedKV) -> Iterator[tuple[int, list[CutKV]]]:
+        """For M = 0, 1, ... the starts without and with a tap, see `cut_boundary.boundary_kv`."""
+        states = self._calibration
+        return boundary_kv(self.config, self._fitter, k, generated, states, self.attention)
+
+    def at(
+        self,
+        k: int,
+        g: int = 1,
+        generated: GeneratedKV = "boundary",
+        layers: int = 0,
+        taps: int = 0,
+    ) -> Config:
+        """The architecture of a student. Raises `ConfigError` if the model cannot be cut so."""
+        return dataclasses.replace(
+            self.config.cut(k, g),
+            prompt_attention_layers=layers,
+            boundary_taps=taps,
+            generated_kv=generated,
+            exact_tail=self.exact_tail if generated == "own" else 0,
+        )
+
+    def cost(self, cut: Config) -> float:
+        """FLOPs of a student's prefill as a share of the teacher's."""
+        student, teacher = (
+            prefill_flops(cut, self.prompt_length, swiftkv=swiftkv) for swiftkv in (True, False)
+        )
+        return student / teacher
+
+    def measure(self, cut: Config, start: CutKV) -> CutResult:
+        """Run the student from `start`, made for `cut`, over the measured text."""
+        own_from, parts, counts = None, [], []
+        for (batch, inputs, last), far, mask, far_mask in zip(
+            self._measured(), self._far, self._masks, self._far_masks, strict=True
+        ):
+            if cut.generated_kv == "own":
+                half = batch.tokens.shape[1] // 2
+                own_from = max(0, half - cut.exact_tail)
+                mask = mask * _after_prompt(batch, half, own_from)
+                batch = dataclasses.replace(batch, loss_mask=jnp.asarray(mask))
+            first, arguments = jnp.int32(cut.num_lower_layers), (batch, far, inputs, last)
+            sums = cut_sums(
+                self.config,
+                self.attention,
+                own_from,
+                self.llama,
+                *arguments,
+                first,
+                start.kv,
+                start.prompt,
+            )
+            parts.append(np.asarray(jax.device_get(sums), np.float64))
+            counts.append((mask.sum(1), far_mask.sum(1)))
+        sums = np.concatenate(parts, 1)
+        return self._result(cut, sums, *map(np.concatenate, zip(*counts, strict=True)), start)
+
+    def _result(self, cut: Config, sums, counted, far, start: CutKV) -> CutResult:
+        tokens = counted.sum()
+        kl, agreement, teacher, student, _ = sums.sum(1) / max(tokens, 1)
+        lost, lost_error = _mean(sums[3] - sums[2], counted)
+        far_nats, far_error = _mean(sums[4], far) if far.sum() else (None, None)
+        dtype = self.llama.embed.dtype
+        kv_bytes = bytes_per_token(cut, dtype)
+        return CutResult(
+            num_key_value_layers=cut.num_key_value_layers,
+            key_value_group_size=cut.key_value_group_size,
+            prompt_attention_layers=cut.prompt_attention_layers,
+            boundary_taps=cut.boundary_taps,
+            generated_kv=cut.generated_kv,
+            exact_tail=cut.exact_tail,
+            tokens=int(tokens),
+            kl=max(float(kl), 0.0),  # K = L-1 changes nothing: rounding may then fall below 0
+            agreement=float(agreement),
+            teacher_perplexity=math.exp(teacher),
+            student_perplexity=math.exp(student),
+            perplexity_loss=math.expm1(lost),
+            perplexity_loss_error=math.exp(lost) * lost_error,
+            far_nats=far_nats,
+            far_nats_error=far_error,
+            prefill_flops_share=self.cost(cut),
+            kv_bytes_per_token=kv_bytes,
+            kv_bytes_share=kv_bytes / bytes_per_token(cut, dtype, swiftkv=False),
+            layers=list(start.layers),
+        )
+
+    def similarity(self) -> list[list[float]]:
+        """`Analysis.similarity`."""
+        sums, tokens = np.zeros(()), 0
+        for batch, inputs, last in self._measured():
+            arguments = self.attention, inputs, last, batch.segment_ids
+            sums = sums + np.asarray(cosine_sums(*arguments))
+            tokens += _real_tokens([batch])
+        return (sums / tokens).tolist()
+
+    def heads(self) -> list[LayerHeads]:
+        """The scores of the teacher's heads."""
+        rows = dp_size(self.attention.mesh)
+        return head_scores(self.config, self.llama, self.attention, rows=rows * -(-8 // rows))
+
+    def summary(self, cuts: Sequence[CutResult]) -> Analysis:
+        """The analysis of which `cuts` are the students."""
+        whole = [cut for cut in cuts if cut.generated_kv == "boundary"] or cuts
+        return Analysis(
+            init=self.init,
+            tokens=self.tokens,
+            far_tokens=self.far_tokens,
+            calibration_tokens=self.calibration_tokens,
+            teacher_perplexity=whole[0].teacher_perplexity,
+            similarity=self.similarity(),
+            heads=self.heads(),
+            cuts=list(cuts),
+        )
+
+    def _states(self, batches: Sequence[Batch], description: str):
+        """A function to run through the teacher's states on `batches`, again and again."""
+        kept: list[States] = []
+
+        def run() -> Iterator[States]:
+            if kept:
+                yield from kept
+                return
+            states, size = list[States](), 0
+            for batch in track(batches, description, len(batches)):
+                found = batch, *teacher_states(self.config, self.attention, self.llama, batch)
+                size += sum(leaf.nbytes for leaf in found[1:]) // dp_size(self.attention.mesh)
+                if size <= KEPT_BYTES:
+                    states.append(found)
+                else:
+                    states.clear()
+                yield found
+            if size <= KEPT_BYTES:
+                kept.extend(states)
+
+        return run
+
+
 def analyze_cuts(
     config: Config,
     llama: Llama,
@@ -115,201 +313,52 @@ def analyze_cuts(
     init: Init = "closed-form",
     calibration: Sequence[Batch] = (),
 ) -> Analysis:
-    """Run teacher and students over `batches`. `llama` has all its layers in the lower stack, and
-    `cuts` are (K, g), sorted.
-
-    A start in closed form is fitted to the tokens of `calibration`, batches of the same shape; if
-    they are few, there is a warning. It needs device memory for the second moments, see
-    `cut_kv.plan_passes`; every start for the projections of one K, once for each of its g. Far
-    tokens cost two more passes of the teacher over `batches` in all, and two more products with the
-    output matrix for each cut. `prompt_length` is the number of tokens of the prefill whose FLOPs
-    are counted. Raises `ValueError` if there is no token to fit to.
-    """
-    states = functools.partial(_states, config, attention, llama)
-    groups = {k: [g for _, g in found] for k, found in itertools.groupby(cuts, lambda cut: cut[0])}
-    calibration_tokens = 0
-    if init == "closed-form":
-        calibration_tokens = _real_tokens(calibration)
-        warn_of_few_tokens(config, calibration_tokens)
-        logger.info("calibrating %d cuts on %d tokens", len(cuts), calibration_tokens)
-        fitted_to = functools.partial(states, calibration, "calibrating")
-        starts = calibrated_kv(config, llama, groups, fitted_to, attention)
-    else:
-        starts = copied_kv(config, llama, groups, init, attention.mesh)
-    far = [only_far(config, attention, llama, batch).loss_mask for batch in batches]
-    targets = sum(float(batch.loss_mask.sum()) for batch in batches)
-    far_tokens = int(sum(float(mask.sum()) for mask in far))
-    counts = np.array([targets] * 4 + [max(far_tokens, 1)])
-    results, teacher_nll = [], 0.0
-    for k, students in starts:
-        sums = np.zeros((len(students), len(counts)))
-        for (batch, inputs, last), mask in zip(states(batches, f"K={k}"), far, strict=True):
-            first = jnp.int32(k)
-            parts = [
-                cut_sums(config, attention, llama, batch, mask, inputs, last, first, student.kv)
-                for student in students
-            ]
-            sums += np.array(jax.device_get(parts))
-        for g, student, means in zip(groups[k], students, sums / counts, strict=True):
-            row = _cut(config, k, g, means, student.layers, prompt_length, llama.embed.dtype)
-            results.append(row if far_tokens else dataclasses.replace(row, far_nats=None))
-            teacher_nll = float(means[2])
-        logger.info("K=%d measured, %d of %d cuts done", k, len(results), len(cuts))
-    return Analysis(
+    """Run teacher and students over `batches`, see `Sweep`. `cuts` are (K, g), sorted. Raises
+    `ValueError` if there is no token to fit to."""
+    sweep = Sweep(
+        config,
+        llama,
+        batches,
+        prompt_length=prompt_length,
+        attention=attention,
         init=init,
-        tokens=int(targets),
-        far_tokens=far_tokens,
-        calibration_tokens=calibration_tokens,
-        teacher_perplexity=float(np.exp(teacher_nll)),
-        similarity=_similarity(attention, states(batches, "similarity")),
-        cuts=results,
+        calibration=calibration,
+        lowest=min(k for k, _ in cuts),
     )
+    return sweep.summary(measure_all(sweep, [(k, g, "boundary") for k, g in cuts]))
 
 
-def _states(
-    config: Config, attention: Attention, llama: Llama, batches: Sequence[Batch], description: str
-) -> Iterator[States]:
-    for batch in track(batches, description, len(batches)):
-        yield batch, *teacher_states(config, attention, llama, batch)
+def measure_all(sweep: Sweep, cuts: Iterable[tuple[int, int, GeneratedKV]]) -> list[CutResult]:
+    """Measurements of cuts without prompt layers and taps: (K, g, generated_kv), sorted by K."""
+    variants = {
+        k: [(g, generated) for _, g, generated in found]
+        for k, found in itertools.groupby(cuts, lambda cut: cut[0])
+    }
+    results = []
+    if not variants:
+        return results
+    for number, (k, students) in enumerate(sweep.starts(variants), start=1):
+        for (g, generated), start in zip(variants[k], students, strict=True):
+            results.append(sweep.measure(sweep.at(k, g, generated), start))
+        logger.info("K=%d measured, %d of %d", k, number, len(variants))
+    return results
 
 
-def _similarity(attention: Attention, states: Iterable[States]) -> list[list[float]]:
-    sums, tokens = np.zeros(()), 0
-    for batch, inputs, last in states:
-        sums = sums + np.asarray(cosine_sums(attention, inputs, last, batch.segment_ids))
-        tokens += _real_tokens([batch])
-    return (sums / tokens).tolist()
+def _after_prompt(batch: Batch, half: int, own_from: int) -> np.ndarray:
+    """1.0 for the predictions of a row's second half in the document that its prompt belongs to."""
+    at = np.arange(batch.tokens.shape[1])
+    began = at - np.asarray(jax.device_get(batch.positions))
+    return ((at >= half - 1) & (began < own_from)).astype(np.float32)
+
+
+def _mean(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
+    """A mean over tokens, from sums over rows, and its standard error over rows."""
+    total = max(counts.sum(), 1)
+    mean = sums.sum() / total
+    rows = int((counts > 0).sum())
+    spread = np.square(sums - mean * counts).sum() * rows / max(rows - 1, 1)
+    return float(mean), float(np.sqrt(spread) / total)
 
 
 def _real_tokens(batches: Iterable[Batch]) -> int:
     return sum(int((batch.segment_ids > 0).sum()) for batch in batches)
-
-
-def _cut(
-    config: Config, k: int, g: int, means, layers: tuple[LayerFit, ...], prompt_length: int, dtype
-) -> CutResult:
-    kl, agreement, _, student_nll, far_nats = map(float, means)
-    cut = config.cut(k, g)
-    kv_bytes = bytes_per_token(cut, dtype)
-    return CutResult(
-        num_key_value_layers=k,
-        key_value_group_size=g,
-        kl=max(kl, 0.0),  # K = L-1 changes nothing: rounding may then fall below 0
-        agreement=agreement,
-        student_perplexity=float(np.exp(student_nll)),
-        far_nats=far_nats,
-        prefill_flops_share=prefill_flops(cut, prompt_length, swiftkv=True)
-        / prefill_flops(cut, prompt_length, swiftkv=False),
-        kv_bytes_per_token=kv_bytes,
-        kv_bytes_share=kv_bytes / bytes_per_token(cut, dtype, swiftkv=False),
-        layers=list(layers),
-    )
-
-
-# The programs -----------------------------------------------------------------
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def teacher_states(
-    config: Config, attention: Attention, llama: Llama, batch: Batch
-) -> tuple[Float[Array, "L B T D"], Float[Array, "B T D"]]:
-    """The hidden state that enters each layer, and the output of the last one."""
-    config = config.at_length(batch.tokens.shape[1])
-    mesh, tables = attention.mesh, rope_tables(config, batch.positions)
-    kinds, kind_of = scanned_kinds(config, tables, range(config.num_layers))
-
-    def step(x, layer):
-        *weights, kind = layer
-        block, qkv = (all_gather_fsdp(mesh, part, layer=True) for part in weights)
-        rope, window = kind_of(kind)
-        attend = packed_attention(config, attention, batch.segment_ids, window)
-        following, _ = self_layer(config, block, qkv, x, rope, attend, attention)
-        return constrain_activations(mesh, following), x
-
-    embedding = all_gather_vocabulary(mesh, llama.embed)
-    x = constrain_activations(mesh, embed(config, embedding, batch.tokens))
-    last, inputs = jax.lax.scan(step, x, (llama.lower, llama.lower_qkv, kinds))
-    return inputs, last
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def cosine_sums(
-    attention: Attention,
-    inputs: Float[Array, "L B T D"],
-    last: Float[Array, "B T D"],
-    segment_ids: Int[Array, "B T"],
-) -> Float[Array, "L+1 L+1"]:
-    """Sum over real tokens of the cosine between the hidden states of any two layers."""
-    real = (segment_ids > 0)[..., None]
-
-    def unit(x):
-        length = jnp.linalg.norm(x.astype(jnp.float32), axis=-1, keepdims=True)
-        return jnp.where(real, x / length, 0).astype(x.dtype)
-
-    states = jnp.concatenate([unit(inputs), unit(last)[None]])
-    sums = jnp.einsum("iBTD,jBTD->ij", states, states, preferred_element_type=jnp.float32)
-    return (
-        sums
-        if attention.mesh is None
-        else jax.lax.with_sharding_constraint(sums, replicated(attention.mesh))
-    )
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def cut_sums(
-    config: Config,
-    attention: Attention,
-    llama: Llama,
-    batch: Batch,
-    far: Float[Array, "B T"],
-    inputs: Float[Array, "L B T D"],
-    last: Float[Array, "B T D"],
-    first_upper: Int[Array, ""],
-    kv: SwiftKV,
-) -> tuple[Array, Array, Array, Array, Array]:
-    """`linear_kl` at temperature 1 between the teacher, which is `last`, and the student of one
-    cut, whose upper layers' keys and values are projected by the entries of `kv` in turn; and the
-    nats that the student loses on the predictions that `far` leaves."""
-    config = config.at_length(batch.tokens.shape[1])
-    mesh, tables = attention.mesh, rope_tables(config, batch.positions)
-    kinds, kind_of = scanned_kinds(config, tables, range(config.num_layers))
-    first_x = layer_of(inputs, first_upper)
-    first_norm = layer_of(llama.lower.attn_norm, first_upper)
-
-    def run_layer(index, x):
-        block, qkv, own = (
-            all_gather_fsdp(mesh, layer_of(stack, at), layer=True)
-            for stack, at in (
-                (llama.lower, index),
-                (llama.lower_qkv, index),
-                (kv, index - first_upper),
-            )
-        )
-        delta = dataclasses.replace(jax.tree.map(lambda leaf: leaf[None], own), norm=first_norm)
-        rope, window = kind_of(layer_of(kinds, index))
-        k, v = (heads[0] for heads in project_kv(config, delta, first_x, rope))
-        attend = functools.partial(
-            attention.prefill,
-            k=k,
-            v=v,
-            segment_ids=batch.segment_ids,
-            window=window,
-            score_cap=config.score_cap,
-        )
-        x = cross_layer(config, block, qkv, x, rope, attend, attention)
-        return constrain_activations(mesh, x)
-
-    student_x = jax.lax.fori_loop(first_upper, config.num_layers, run_layer, first_x)
-    student_x, teacher_x = (norm(config, x, llama.final_norm) for x in (student_x, last))
-    compare = functools.partial(
-        linear_kl,
-        1.0,
-        student_x,
-        teacher_x,
-        head_weights(llama),
-        jnp.roll(batch.tokens, -1, axis=1),
-        config=config,
-        mesh=mesh,
-    )
-    _, _, teacher_far, student_far, _ = compare(far)
-    return *compare(batch.loss_mask)[:4], student_far - teacher_far

@@ -21,7 +21,7 @@ from swiftkv_jax.mesh import make_mesh
 from swiftkv_jax.params import Llama, SwiftKV
 from swiftkv_jax.sharding import batch_sharding, llama_shardings
 from swiftkv_jax.stacks import split_layers
-from swiftkv_jax.train import analyze, cut_kv, far_tokens, sweep
+from swiftkv_jax.train import analyze, cut_kv, far_tokens, sweep_programs
 from swiftkv_jax.train.__main__ import main
 from swiftkv_jax.train.cut_kv import plan_passes
 from swiftkv_jax.train.distill import Objective, distill_sums
@@ -62,9 +62,9 @@ OTHERS = [packed_batch(seed) for seed in range(3, 7)]
 
 
 PROGRAMS: tuple[Any, ...] = (
-    sweep.teacher_states,
-    sweep.cosine_sums,
-    sweep.cut_sums,
+    sweep_programs.teacher_states,
+    sweep_programs.cosine_sums,
+    sweep_programs.cut_sums,
     cut_kv.add_cut,
 )
 direct_sums: Any = jax.jit(distill_sums, static_argnums=0, static_argnames="objective")

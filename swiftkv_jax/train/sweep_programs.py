@@ -1,0 +1,251 @@
+"""The compiled programs of a sweep over cuts: where the upper layers begin is an argument of each,
+not a shape. `llama` has all its layers in the lower stack, and K and M are scalars; letters as in
+`params`, B batch, T positions."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from ..attention import Attention
+from ..batch import Batch
+from ..boundary import project_kv
+from ..config import Config
+from ..decoder_layers import attention_layer, cross_layer, self_layer
+from ..layers import embed, finish_logits, head_weights, norm
+from ..packed_attention import head_major, packed_attention, packed_reader
+from ..params import Llama, SwiftKV
+from ..rope import rope_tables, scanned_kinds
+from ..sharding import (
+    all_gather_fsdp,
+    all_gather_vocabulary,
+    constrain_activations,
+    replicated,
+)
+from .distill import chunk_length, nll, same_first, split_chunks
+from .divergence import divergence_and_gradient
+
+
+class PromptLayers(NamedTuple):
+    """The upper layers of which prompts run only the attention."""
+
+    maps: Float[Array, "S D D"]
+    """In place of their MLPs; S is at least their number."""
+    count: Int[Array, ""]
+    """M."""
+
+
+def layer_of(stack: Any, index) -> Any:
+    """One layer out of a tree of stacks."""
+    return jax.tree.map(
+        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), stack
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def teacher_states(
+    config: Config, attention: Attention, llama: Llama, batch: Batch
+) -> tuple[Float[Array, "L B T D"], Float[Array, "B T D"]]:
+    """The hidden state that enters each layer, and the output of the last one."""
+    config = config.at_length(batch.tokens.shape[1])
+    mesh, tables = attention.mesh, rope_tables(config, batch.positions)
+    kinds, kind_of = scanned_kinds(config, tables, range(config.num_layers))
+
+    def step(x, layer):
+        *weights, kind = layer
+        block, qkv = (all_gather_fsdp(mesh, part, layer=True) for part in weights)
+        rope, window = kind_of(kind)
+        attend = packed_attention(config, attention, batch.segment_ids, window)
+        following, _ = self_layer(config, block, qkv, x, rope, attend, attention)
+        return constrain_activations(mesh, following), x
+
+    embedding = all_gather_vocabulary(mesh, llama.embed)
+    x = constrain_activations(mesh, embed(config, embedding, batch.tokens))
+    last, inputs = jax.lax.scan(step, x, (llama.lower, llama.lower_qkv, kinds))
+    return inputs, last
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def cosine_sums(
+    attention: Attention,
+    inputs: Float[Array, "L B T D"],
+    last: Float[Array, "B T D"],
+    segment_ids: Int[Array, "B T"],
+) -> Float[Array, "L+1 L+1"]:
+    """Sum over real tokens of the cosine between the hidden states of any two layers."""
+    real = (segment_ids > 0)[..., None]
+
+    def unit(x):
+        length = jnp.linalg.norm(x.astype(jnp.float32), axis=-1, keepdims=True)
+        return jnp.where(real, x / length, 0).astype(x.dtype)
+
+    states = jnp.concatenate([unit(inputs), unit(last)[None]])
+    sums = jnp.einsum("iBTD,jBTD->ij", states, states, preferred_element_type=jnp.float32)
+    return (
+        sums
+        if attention.mesh is None
+        else jax.lax.with_sharding_constraint(sums, replicated(attention.mesh))
+    )
+
+
+def boundary_states(
+    config: Config,
+    attention: Attention,
+    llama: Llama,
+    batch: Batch,
+    x: Float[Array, "B T D"],
+    first_upper: Int[Array, ""],
+    prompt: PromptLayers,
+) -> Float[Array, "S+1 B T D"]:
+    """The hidden states of a prompt that enter each of the prompt layers, and the one after the
+    last, from `x`, the one that enters layer K; zeros behind it."""
+    states = jnp.zeros((len(prompt.maps) + 1, *x.shape), x.dtype).at[0].set(x)
+
+    def step(index, states):
+        args = config, attention, llama, batch, layer_of(states, index), first_upper + index
+        y = prompt_layer(*args, layer_of(prompt.maps, index))
+        return jax.lax.dynamic_update_index_in_dim(states, y, index + 1, 0)
+
+    return jax.lax.fori_loop(0, prompt.count, step, states)
+
+
+def prompt_layer(
+    config: Config,
+    attention: Attention,
+    llama: Llama,
+    batch: Batch,
+    x: Float[Array, "B T D"],
+    index: Int[Array, ""],
+    mlp_map: Float[Array, "D D"] | None,
+) -> Float[Array, "B T D"]:
+    """Layer `index` with a map in place of its MLP, or without either."""
+    config = config.at_length(batch.tokens.shape[1])
+    mesh, tables = attention.mesh, rope_tables(config, batch.positions)
+    kinds, kind_of = scanned_kinds(config, tables, range(config.num_layers))
+    block, qkv = (
+        all_gather_fsdp(mesh, layer_of(stack, index), layer=True)
+        for stack in (llama.lower, llama.lower_qkv)
+    )
+    rope, window = kind_of(layer_of(kinds, index))
+    attend = packed_attention(config, attention, batch.segment_ids, window)
+    x, _ = attention_layer(config, block, qkv, mlp_map, x, rope, attend)
+    return constrain_activations(mesh, x)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def cut_sums(
+    config: Config,
+    attention: Attention,
+    own_from: int | None,
+    llama: Llama,
+    batch: Batch,
+    far: Float[Array, "B T"],
+    inputs: Float[Array, "L B T D"],
+    last: Float[Array, "B T D"],
+    first_upper: Int[Array, ""],
+    kv: SwiftKV,
+    prompt: PromptLayers | None = None,
+) -> Float[Array, "5 B"]:
+    """For each row the sums over its predictions of KL(teacher || student), of where both rank the
+    same token first, and of the cross-entropies of teacher and student; and the nats that the
+    student loses on the predictions that `far` leaves.
+
+    The teacher is `last`. The upper layers' keys and values of the student are projected by the
+    entries of `kv` in turn. From position `own_from` on tokens keep their own; what comes before
+    is then a prompt, whose predictions do not count and are not computed. None: no token does.
+    """
+    config = config.at_length(batch.tokens.shape[1])
+    mesh, tables = attention.mesh, rope_tables(config, batch.positions)
+    kinds, kind_of = scanned_kinds(config, tables, range(config.num_layers))
+    first, segment_ids = own_from or 0, batch.segment_ids
+    states = layer_of(inputs, first_upper)[None]
+    if prompt is not None:
+        states = boundary_states(config, attention, llama, batch, states[0], first_upper, prompt)
+
+    def whole_rows(q):
+        return jnp.pad(q, ((0, 0), (first, 0), (0, 0), (0, 0))) if first else q
+
+    def run_layer(index, x):
+        block, qkv, own = (
+            all_gather_fsdp(mesh, layer_of(stack, at), layer=True)
+            for stack, at in (
+                (llama.lower, index),
+                (llama.lower_qkv, index),
+                (kv, index - first_upper),
+            )
+        )
+        at = 0 if prompt is None else jnp.minimum(index - first_upper, prompt.count)
+        delta = dataclasses.replace(
+            jax.tree.map(lambda leaf: leaf[None], own),
+            norm=layer_of(llama.lower.attn_norm, first_upper + at),
+        )
+        rope, window = kind_of(layer_of(kinds, index))
+        k, v = (
+            heads[0] for heads in project_kv(config, delta, layer_of(states, at), rope, segment_ids)
+        )
+        read = packed_reader(config, attention, segment_ids, window)
+        if own_from is None:
+            x = cross_layer(
+                config, block, qkv, x, rope, functools.partial(read, k=k, v=v), attention
+            )
+            return constrain_activations(mesh, x)
+
+        def attend(q, own_k, own_v):
+            merged = (
+                jnp.concatenate([shared[:, :, :first], head_major(mine)], 2)
+                for shared, mine in ((k, own_k), (v, own_v))
+            )
+            return read(whole_rows(q), *merged)[:, first:], None
+
+        rope = None if rope is None else rope[:, :, first:]
+        x, _ = self_layer(config, block, qkv, x, rope, attend, attention)
+        return constrain_activations(mesh, x)
+
+    student = jax.lax.fori_loop(
+        first_upper, config.num_layers, run_layer, layer_of(inputs, first_upper)[:, first:]
+    )
+    targets = jnp.roll(batch.tokens, -1, axis=1)
+    masks = jnp.stack([batch.loss_mask, far], -1)
+    parts = (student, last[:, first:], targets[:, first:], masks[:, first:])
+    return _row_sums(config, mesh, llama, *parts)
+
+
+def _row_sums(
+    config: Config, mesh: Mesh | None, llama: Llama, student_x, teacher_x, targets, masks
+) -> Float[Array, "5 B"]:
+    """The sums of `cut_sums` from the hidden states before the final norm; a chunk of positions has
+    logits at a time."""
+    rows, length, _ = student_x.shape
+    head = all_gather_vocabulary(mesh, head_weights(llama))
+    chunk = chunk_length(rows, length, head.shape[0], mesh)
+
+    def step(sums, part):
+        student_x, teacher_x, targets, masks = part
+        student, teacher = (
+            finish_logits(
+                config,
+                jnp.einsum(
+                    "BTD,VD->BTV",
+                    norm(config, x, llama.final_norm),
+                    head,
+                    preferred_element_type=jnp.float32,
+                ),
+            )
+            for x in (student_x, teacher_x)
+        )
+        divergence, _ = divergence_and_gradient("forward", student, teacher, 1.0)
+        of_teacher, of_student = nll(teacher, targets), nll(student, targets)
+        of_all = jnp.stack([divergence, same_first(student, teacher), of_teacher, of_student])
+        counted, far = jnp.moveaxis(masks, -1, 0)
+        found = [of_all * counted, ((of_student - of_teacher) * far)[None]]
+        return sums + jnp.concatenate(found).sum(-1), None
+
+    split = [split_chunks(x, chunk) for x in (student_x, teacher_x, targets, masks)]
+    sums, _ = jax.lax.scan(step, jnp.zeros((5, rows), jnp.float32), tuple(split))
+    return sums if mesh is None else jax.lax.with_sharding_constraint(sums, replicated(mesh))

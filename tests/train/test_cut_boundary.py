@@ -1,0 +1,96 @@
+"""Students with taps and prompt layers in a sweep: equal to building each and running it."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from swiftkv_jax import Config
+from swiftkv_jax.attention import Attention
+from swiftkv_jax.batch import Batch
+from swiftkv_jax.calibration import calibrate
+from swiftkv_jax.initialization import init_llama
+from swiftkv_jax.stacks import split_layers
+from swiftkv_jax.train import far_tokens
+from swiftkv_jax.train.distill import Objective, distill_sums
+from swiftkv_jax.train.far_tokens import only_far
+from swiftkv_jax.train.sweep import Sweep
+from tests.train.test_analyze import CONFIG, LLAMA, OTHERS, packed_batch
+
+TAIL = 3
+BATCHES = [packed_batch(1, first=11), packed_batch(2, first=13)]
+
+
+@pytest.fixture(scope="module")
+def sweep():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(far_tokens, "FAR_NATS", 0.01)
+        only_far.clear_cache()
+        yield Sweep(
+            CONFIG,
+            LLAMA,
+            BATCHES,
+            prompt_length=100,
+            attention=Attention(),
+            calibration=OTHERS,
+            exact_tail=TAIL,
+        )
+        only_far.clear_cache()
+
+
+def student(cut: Config):
+    llama = split_layers(cut, LLAMA)
+    return llama, calibrate(cut, llama, OTHERS, attention=Attention())
+
+
+def own_batch(batch: Batch) -> Batch:
+    """The roles of tokens by the definition: the first half of a row is the prompt."""
+    at = np.arange(16)
+    own = np.broadcast_to(at >= 8 - TAIL, (4, 16)) & (np.asarray(batch.segment_ids) > 0)
+    began = at - np.asarray(batch.positions)
+    counted = (at >= 7) & (began < 8 - TAIL)
+    return dataclasses.replace(batch, own=own, loss_mask=np.asarray(batch.loss_mask) * counted)
+
+
+@pytest.mark.parametrize("generated", ["boundary", "own"])
+def test_a_student_equals_that_of_calibration(generated, sweep):
+    compare = jax.jit(distill_sums, static_argnums=0, static_argnames="objective")
+    for layers, starts in sweep.improved_starts(2, generated):
+        for taps, start in enumerate(starts):
+            cut = sweep.at(2, 1, generated, layers, taps)
+            found = sweep.measure(cut, start)
+            llama, fit = student(cut)
+            np.testing.assert_allclose(
+                [dataclasses.astuple(layer) for layer in start.layers],
+                [dataclasses.astuple(layer) for layer in fit.layers],
+                rtol=1e-3,
+            )
+            assert [layer.layer for layer in start.layers] == list(range(2 + layers, 6))
+            batches = BATCHES if generated == "boundary" else map(own_batch, BATCHES)
+            parts = [
+                compare(fit.config, fit.delta, llama, batch, objective=Objective(temperature=1.0))
+                for batch in batches
+            ]
+            expected = jax.tree.map(lambda *leaves: float(sum(leaves)), *parts)
+            assert found.tokens == expected.targets > 20
+            case = f"M={layers}, {taps} taps"
+            np.testing.assert_allclose(
+                [found.kl, np.log(found.teacher_perplexity), np.log(found.student_perplexity)],
+                np.array([expected.kl, expected.teacher_nll, expected.student_nll])
+                / expected.targets,
+                rtol=2e-3,
+                err_msg=case,
+            )
+            lost = expected.student_nll - expected.teacher_nll
+            np.testing.assert_allclose(
+                found.perplexity_loss, np.expm1(lost / expected.targets), rtol=2e-2, atol=1e-5
+            )
+            of_far = [only_far(cut, Attention(), llama, batch) for batch in BATCHES]
+            sums = [compare(fit.config, fit.delta, llama, batch) for batch in of_far]
+            lost = sum(float(each.student_nll - each.teacher_nll) for each in sums)
+            np.testing.assert_allclose(
+                found.far_nats, lost / sweep.far_tokens, rtol=2e-2, atol=1e-4, err_msg=case
+            )
+        if layers == 2:
+            break
