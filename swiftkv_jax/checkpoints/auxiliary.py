@@ -18,6 +18,7 @@ from ..io.files import write_json
 from ..model import AuxiliaryFiles
 from ..quantization import Format
 from .compressed_tensors import quantization_config
+from .far_loss import FIELD as FAR_LOSS
 from .foreign import check_no_pointer
 from .hf_config import config_from_hf, config_to_hf
 from .quantization_config import read_quantization_config
@@ -121,6 +122,8 @@ def to_hf_config(
         "boundary_taps",
         "num_local_experts",
     )
+    if config.num_upper_layers == 0:
+        stale = (*stale, FAR_LOSS)
     kept = {name: value for name, value in original.items() if name not in stale}
     if quantization == "fp8":
         fields = original.get("quantization_config") or {}

@@ -98,9 +98,9 @@ def add_map(
     prompt: PromptLayers,
 ) -> MapSums:
     """`sums` with those of one more batch for the map of the layer after those of `prompt`."""
-    x, index = layer_of(inputs, first_upper), first_upper + prompt.count
+    x, index = layer_of(inputs, first_upper), first_upper + prompt.number
     states = boundary_states(config, attention, llama, batch, x, first_upper, prompt)
-    y = layer_of(states, prompt.count)
+    y = layer_of(states, prompt.number)
     u = prompt_layer(config, attention, llama, batch, y, index, None)
     m = norm(config, u, layer_of(llama.lower.mlp_norm, index))
     left = layer_of(inputs, index + 1) - u

@@ -238,7 +238,7 @@ def add_cut(
     x, first = layer_of(inputs, first_upper), first_upper
     if prompt is not None:
         states = boundary_states(config, attention, llama, batch, x, first_upper, prompt)
-        x, first = layer_of(states, prompt.count), first_upper + prompt.count
+        x, first = layer_of(states, prompt.number), first_upper + prompt.number
     norm = layer_of(llama.lower.attn_norm, first)
     s = regressors(length_config, x, norm, batch.segment_ids)
 

@@ -78,7 +78,8 @@ class _Search:
     def __init__(
         self, sweep: Sweep, budget: Budget, generated: GeneratedKV, found: Sequence[CutResult]
     ):
-        self.sweep, self.budget, self.generated = sweep, budget, generated
+        self.sweep, self.budget = sweep, budget
+        self.generated: GeneratedKV = generated
         self.base = {
             cut.num_key_value_layers: cut
             for cut in found

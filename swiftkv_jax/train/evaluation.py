@@ -15,7 +15,9 @@ from jax.sharding import Mesh
 
 from ..attention import Attention
 from ..batch import Batch
+from ..checkpoints.far_loss import Step, with_far_loss
 from ..config import Config
+from ..model import AuxiliaryFiles
 from ..params import Llama
 from ..sharding import batch_sharding
 from .batch_sharder import BatchSharder
@@ -144,6 +146,15 @@ def far_loss(far: Sums) -> tuple[int, float | None]:
     return tokens, float(far.student_nll - far.teacher_nll) / tokens if tokens else None
 
 
+def noted_far_loss(
+    files: AuxiliaryFiles, step: Step, tokens: int, lost: float | None
+) -> AuxiliaryFiles:
+    """The files of a student that is exported after `step`, with a note for those who serve it if
+    it loses too much."""
+    nats = lost if loses_too_much(tokens, lost) else None
+    return with_far_loss(files, step, tokens, nats, MAX_FAR_LOSS)
+
+
 def warn_of_far_loss(tokens: int, lost: float | None, what: str, remedy: str) -> None:
     """Log a warning if `what` loses more than `MAX_FAR_LOSS` nats on `tokens` far tokens, which
     are enough."""
@@ -158,12 +169,12 @@ def warn_of_far_loss(tokens: int, lost: float | None, what: str, remedy: str) ->
         )
 
 
-def log_far_loss(folder: Path, step: int) -> None:
+def log_far_loss(folder: Path, step: int) -> tuple[int, float | None]:
     """Log what a run in `folder` lost on far tokens before its first step and after `step`, if it
-    was measured, with a warning if that is too much."""
+    was measured, with a warning if that is too much: (far tokens, nats), as `far_of`."""
     rows = {row["step"]: row for row in read_metrics(folder / METRICS) if EVAL_FAR_TOKENS in row}
     if step not in rows:
-        return
+        return 0, None
     (tokens, after), before = far_of(rows[step]), rows.get(0, {}).get(EVAL_FAR_NATS)
     if 0 < tokens < MIN_FAR_TOKENS:
         logger.info(
@@ -186,6 +197,7 @@ def log_far_loss(folder: Path, step: int) -> None:
         "train it longer, keep more layers (`num_key_value_layers`), or make smaller groups "
         "(`key_value_group_size`)",
     )
+    return tokens, after
 
 
 def far_of(row: Mapping[str, Any]) -> tuple[int, float | None]:

@@ -32,6 +32,7 @@ from .evaluation import (
     evaluations_since_best,
     load_held_out,
     log_far_loss,
+    noted_far_loss,
 )
 from .metrics import EVAL_LOSS, MetricsRecorder
 from .output_folder import prepare_folder, removed_if_empty
@@ -159,12 +160,15 @@ def run(recipe: Recipe) -> RunResult:
             logger.info("exporting step %d, which had the lowest held-out loss", best)
             state = checkpoints.load(best, shapes, shardings)
 
-    if is_main_process():
-        log_far_loss(recipe.output_dir, int(state.step))
+    files = model.auxiliary_files
+    if is_main_process():  # which writes them
+        lost = log_far_loss(recipe.output_dir, int(state.step))
+        files = noted_far_loss(files, "training", *lost)
         # Before the export, because a run that has its model is finished and not started again.
         write_report(recipe.output_dir)
     llama, delta = (cast(tree, export_dtype) for tree in (model.llama, state.delta))
-    save_hf(dataclasses.replace(model, llama=llama, swiftkv=delta), exported)
+    trained = dataclasses.replace(model, llama=llama, swiftkv=delta, auxiliary_files=files)
+    save_hf(trained, exported)
     logger.info(
         "finished after step %d of %d: the model is in %s", int(state.step), steps, exported
     )

@@ -76,8 +76,8 @@ def _draw_cuts(
         axes.axhline(limit, color="#555", linestyle="--", linewidth=1, label="budget")
     chosen = [cut for cut in analysis.cuts if recommendation and _is_same(cut, recommendation)]
     for cut in chosen:
-        if lost(cut) is not None and lost(cut) > 0:
-            at = 100 * cut.prefill_flops_share, lost(cut)
+        if (loss := lost(cut) or 0) > 0:
+            at = 100 * cut.prefill_flops_share, loss
             axes.plot(*at, marker="o", markersize=12, color="#222", fillstyle="none", ls="")
             axes.annotate(f"K={cut.num_key_value_layers}", at, (8, 6), textcoords="offset points")
     axes.set(xlabel="prefill FLOPs, % of the teacher's")

@@ -23,7 +23,7 @@ from ..errors import CheckpointError, UsageError
 from ..io.files import write_atomic
 from ..io.plotting import matplotlib_missing
 from .divergence import describe
-from .far_tokens import describe_far
+from .far_tokens import MAX_FAR_LOSS, describe_far, loses_too_much
 from .metrics import EVAL_FAR_NATS, EVAL_FAR_TOKENS, METRICS, read_metrics
 from .plots import draw_run
 
@@ -69,6 +69,7 @@ svg {{ width: 100%; height: auto; }}
 <body>
 <h1>{title}</h1>
 <p>{summary}</p>
+<p>{far_tokens}</p>
 {outcomes}
 <h2>Curves</h2>
 {curves}
@@ -119,6 +120,7 @@ def render(name: str, recipe: dict[str, Any], rows: Sequence[dict[str, Any]]) ->
     return _PAGE.format(
         title=html.escape(f"Distillation run {name}"),
         summary=html.escape(summary(recipe, rows)),
+        far_tokens=html.escape(far_sentence(evaluations)),
         outcomes=_table(*outcomes(evaluations)) if evaluations else "",
         curves=draw_run(rows),
         recipe=_table(("setting", "value"), settings),
@@ -139,6 +141,20 @@ def summary(recipe: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
         )
         parts.append(f"median {speed:,.0f} tokens/s ({useful:,.0f} without padding), MFU {mfu:.1%}")
     return "; ".join(parts)
+
+
+def far_sentence(evaluations: Sequence[dict[str, Any]]) -> str:
+    """Whether the last evaluation warns of the student, or that nothing was measured."""
+    measured = [row for row in evaluations if EVAL_FAR_TOKENS in row]
+    if not measured:
+        return "Loss on far tokens: not measured (eval_data)."
+    tokens, lost = measured[-1][EVAL_FAR_TOKENS], measured[-1].get(EVAL_FAR_NATS)
+    if not loses_too_much(tokens, lost):
+        return ""
+    return (
+        f"Warning: the student loses {lost:.2f} nats on {tokens:,} far tokens, more than "
+        f"{MAX_FAR_LOSS:g}: do not serve it as it is."
+    )
 
 
 def outcomes(evaluations: Sequence[dict[str, Any]]) -> tuple[Sequence[str], list[tuple[str, ...]]]:

@@ -29,6 +29,7 @@ from ..cost import prefill_flops
 from ..errors import ConfigError
 from ..mesh import dp_size
 from ..params import Llama
+from ..sharding import to_host
 from .cut_boundary import boundary_kv
 from .cut_kv import CutKV, Fitter, States, Variants, calibrated_kv, copied_kv
 from .far_tokens import only_far
@@ -140,7 +141,8 @@ class Sweep:
         `exact_tail` that of students whose generated tokens keep their own keys and values. K is
         at least `lowest`."""
         self.config, self.llama, self.attention = config, llama, attention
-        self.prompt_length, self.init, self.exact_tail = prompt_length, init, exact_tail
+        self.prompt_length, self.exact_tail = prompt_length, exact_tail
+        self.init: Init = init
         self.lowest, self.calibration_tokens = lowest, 0
         if init == "closed-form":
             self.calibration_tokens = _real_tokens(calibration)
@@ -148,8 +150,8 @@ class Sweep:
         self._measured = self._states(batches, "measured text")
         self._calibration = self._states(calibration, "calibration text")
         self._far = [only_far(config, attention, llama, batch).loss_mask for batch in batches]
-        self._masks = [np.asarray(jax.device_get(batch.loss_mask)) for batch in batches]
-        self._far_masks = [np.asarray(jax.device_get(mask)) for mask in self._far]
+        self._masks = [to_host(batch.loss_mask) for batch in batches]
+        self._far_masks = [to_host(mask) for mask in self._far]
         self.tokens = int(sum(mask.sum() for mask in self._masks))
         self.far_tokens = int(sum(mask.sum() for mask in self._far_masks))
 
@@ -205,7 +207,8 @@ class Sweep:
                 half = batch.tokens.shape[1] // 2
                 own_from = max(0, half - cut.exact_tail)
                 mask = mask * _after_prompt(batch, half, own_from)
-                batch = dataclasses.replace(batch, loss_mask=jnp.asarray(mask))
+                placed = jax.device_put(mask, batch.loss_mask.sharding)
+                batch = dataclasses.replace(batch, loss_mask=placed)
             first, arguments = jnp.int32(cut.num_lower_layers), (batch, far, inputs, last)
             sums = cut_sums(
                 self.config,
@@ -217,12 +220,13 @@ class Sweep:
                 start.kv,
                 start.prompt,
             )
-            parts.append(np.asarray(jax.device_get(sums), np.float64))
+            parts.append(to_host(sums).astype(np.float64))
             counts.append((mask.sum(1), far_mask.sum(1)))
         sums = np.concatenate(parts, 1)
-        return self._result(cut, sums, *map(np.concatenate, zip(*counts, strict=True)), start)
+        counted, of_far = (np.concatenate(each) for each in zip(*counts, strict=True))
+        return self._result(cut, start, sums, counted, of_far)
 
-    def _result(self, cut: Config, sums, counted, far, start: CutKV) -> CutResult:
+    def _result(self, cut: Config, start: CutKV, sums, counted, far) -> CutResult:
         tokens = counted.sum()
         kl, agreement, teacher, student, _ = sums.sum(1) / max(tokens, 1)
         lost, lost_error = _mean(sums[3] - sums[2], counted)
@@ -325,12 +329,13 @@ def analyze_cuts(
         calibration=calibration,
         lowest=min(k for k, _ in cuts),
     )
-    return sweep.summary(measure_all(sweep, [(k, g, "boundary") for k, g in cuts]))
+    boundary: GeneratedKV = "boundary"
+    return sweep.summary(measure_all(sweep, [(k, g, boundary) for k, g in cuts]))
 
 
 def measure_all(sweep: Sweep, cuts: Iterable[tuple[int, int, GeneratedKV]]) -> list[CutResult]:
     """Measurements of cuts without prompt layers and taps: (K, g, generated_kv), sorted by K."""
-    variants = {
+    variants: dict[int, Variants] = {
         k: [(g, generated) for _, g, generated in found]
         for k, found in itertools.groupby(cuts, lambda cut: cut[0])
     }
@@ -347,7 +352,7 @@ def measure_all(sweep: Sweep, cuts: Iterable[tuple[int, int, GeneratedKV]]) -> l
 def _after_prompt(batch: Batch, half: int, own_from: int) -> np.ndarray:
     """1.0 for the predictions of a row's second half in the document that its prompt belongs to."""
     at = np.arange(batch.tokens.shape[1])
-    began = at - np.asarray(jax.device_get(batch.positions))
+    began = at - to_host(batch.positions)
     return ((at >= half - 1) & (began < own_from)).astype(np.float32)
 
 

@@ -37,7 +37,7 @@ class PromptLayers(NamedTuple):
 
     maps: Float[Array, "S D D"]
     """In place of their MLPs; S is at least their number."""
-    count: Int[Array, ""]
+    number: Int[Array, ""]
     """M."""
 
 
@@ -112,7 +112,7 @@ def boundary_states(
         y = prompt_layer(*args, layer_of(prompt.maps, index))
         return jax.lax.dynamic_update_index_in_dim(states, y, index + 1, 0)
 
-    return jax.lax.fori_loop(0, prompt.count, step, states)
+    return jax.lax.fori_loop(0, prompt.number, step, states)
 
 
 def prompt_layer(
@@ -180,7 +180,7 @@ def cut_sums(
                 (kv, index - first_upper),
             )
         )
-        at = 0 if prompt is None else jnp.minimum(index - first_upper, prompt.count)
+        at = 0 if prompt is None else jnp.minimum(index - first_upper, prompt.number)
         delta = dataclasses.replace(
             jax.tree.map(lambda leaf: leaf[None], own),
             norm=layer_of(llama.lower.attn_norm, first_upper + at),
@@ -191,9 +191,7 @@ def cut_sums(
         )
         read = packed_reader(config, attention, segment_ids, window)
         if own_from is None:
-            x = cross_layer(
-                config, block, qkv, x, rope, functools.partial(read, k=k, v=v), attention
-            )
+            x = cross_layer(config, block, qkv, x, rope, lambda q: read(q, k, v), attention)
             return constrain_activations(mesh, x)
 
         def attend(q, own_k, own_v):

@@ -1,9 +1,6 @@
-"""The analysis of cuts: equal to building each student and running it, in four programs; and its
-command."""
+"""The analysis of cuts: equal to building each student and running it, in four programs."""
 
 import dataclasses
-import json
-from pathlib import Path
 from typing import Any, get_args
 
 import jax
@@ -21,13 +18,12 @@ from swiftkv_jax.mesh import make_mesh
 from swiftkv_jax.params import Llama, SwiftKV
 from swiftkv_jax.sharding import batch_sharding, llama_shardings
 from swiftkv_jax.stacks import split_layers
-from swiftkv_jax.train import analyze, cut_kv, far_tokens, sweep_programs
-from swiftkv_jax.train.__main__ import main
+from swiftkv_jax.train import cut_kv, far_tokens, sweep_programs
 from swiftkv_jax.train.cut_kv import plan_passes
 from swiftkv_jax.train.distill import Objective, distill_sums
 from swiftkv_jax.train.far_tokens import only_far
 from swiftkv_jax.train.recipe import Init
-from swiftkv_jax.train.sweep import Analysis, CutResult, analyze_cuts, possible_cuts
+from swiftkv_jax.train.sweep import Analysis, analyze_cuts, possible_cuts
 from swiftkv_jax.transformer import run_lower_layers, teacher
 
 CONFIG = Config(
@@ -43,8 +39,6 @@ CONFIG = Config(
 )
 LLAMA = init_llama(CONFIG, jax.random.key(0), scale=0.3)
 CUTS, _ = possible_cuts(CONFIG, range(1, 6), (1, 2, 4), "leader")
-FUNCTION = "def f(x):\n    return x + 1\n\n\n"
-FLAGS = ["--rows", "2", "--max-length", "64", "--cuts", "50,K=6", "--groups", "1,2"]
 
 
 def packed_batch(seed: int, first: int = 7) -> Batch:
@@ -276,120 +270,3 @@ def test_a_mesh_gives_the_same(analysis):
         [cut.kl for cut in ours.cuts], [cut.kl for cut in analysis.cuts], rtol=1e-4, atol=1e-6
     )
     np.testing.assert_allclose(ours.similarity, analysis.similarity, atol=1e-5)
-
-
-# The command ------------------------------------------------------------------
-
-
-def run_command(folder: Path, text: str, *flags: str) -> dict[str, Any]:
-    """`analysis.json` of a run on one document."""
-    (folder / "code.txt").write_text(text)
-    data = ["--data", str(folder / "code.txt"), "--output-dir", str(folder / "out")]
-    assert main(["analyze", *data, *FLAGS, *flags]) == 0
-    return json.loads((folder / "out" / "analysis.json").read_text())
-
-
-def test_the_command_on_the_demo_model(tmp_path, capsys):
-    result = run_command(tmp_path, FUNCTION * 20)
-    output = capsys.readouterr()
-    assert "of 8 layers 50% is K=4, K=6" in output.err
-    lines = output.out.splitlines()
-    assert "teacher's perplexity" in lines[0]
-    assert f"in closed form from {result['calibration_tokens']:,} other tokens" in lines[0]
-    *lines, far = lines
-    assert far.startswith(f"far nats: lost on the {result['far_tokens']:,} tokens")
-    assert [line.split()[:3] for line in lines[3:]] == [
-        ["4", "50.0%", "1"],
-        ["4", "50.0%", "2"],
-        ["6", "75.0%", "1"],
-        ["6", "75.0%", "2"],
-    ]
-    assert len({len(line) for line in lines[1:]}) == 1, "columns line up"
-    assert (
-        result["prompt_length"] == 1024
-        and result["data"] == [str(tmp_path / "code.txt")]
-        and result["init"] == "closed-form"
-        and np.shape(result["similarity"]) == (9, 9)
-    )
-    assert [CutResult(**cut).num_key_value_layers for cut in result["cuts"]] == [4, 4, 6, 6]
-    for cut, line in zip(result["cuts"], lines[3:], strict=True):
-        fits = [LayerFit(**layer) for layer in cut["layers"]]
-        assert [fit.layer for fit in fits] == list(range(cut["num_key_value_layers"], 8))
-        assert f" {far_tokens.far_cell(result['far_tokens'], cut['far_nats'])} " in line
-        means = [np.mean([getattr(fit, name) for fit in fits]) for name in ("r2_k", "r2_v")]
-        assert line.split()[-2:] == [f"{mean:.3f}" for mean in means]
-        assert all(fit.kept_k <= 1 and fit.kept_v <= 1 for fit in fits)
-    assert (tmp_path / "out" / "analysis.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_command_with_copies_needs_no_other_text(tmp_path, capsys):
-    """A document as long as a row: all of it is measured."""
-    result = run_command(tmp_path, FUNCTION, "--init", "leader")
-    lines = capsys.readouterr().out.splitlines()
-    assert "undistilled students, copied (leader), on" in lines[0] and "R2" not in lines[1]
-    assert result["calibration_tokens"] == 0 and result["cuts"][0]["layers"] == []
-    assert result["far_tokens"] == 0 and result["cuts"][0]["far_nats"] is None
-    assert all(line.split()[6] == "none" for line in lines[3:-1])
-
-
-def test_the_number_of_calibration_tokens(tmp_path):
-    assert (
-        run_command(tmp_path, FUNCTION * 20, "--calibration-tokens", "50")["calibration_tokens"]
-        == 50
-    )
-
-
-def test_few_tokens_to_calibrate_on_are_warned_of(tmp_path, log):
-    """Once, as `calibrate` warns, whatever the number of cuts; copies are fitted to none."""
-    run_command(tmp_path, FUNCTION * 20, "--calibration-tokens", "50")
-    warnings = [record.getMessage() for record in log.records if record.levelname == "WARNING"]
-    assert len(warnings) == 1
-    assert warnings[0].startswith("calibrated on 50 tokens only, for a hidden state of 128")
-    log.clear()
-    run_command(tmp_path, FUNCTION * 20, "--init", "leader")
-    assert not any(record.levelname == "WARNING" for record in log.records)
-
-
-def test_without_text_to_calibrate_on_there_is_one_line(tmp_path, capsys):
-    (tmp_path / "code.txt").write_text(FUNCTION)
-    data = ["--data", str(tmp_path / "code.txt"), "--output-dir", str(tmp_path / "out")]
-    assert main(["analyze", *data, *FLAGS]) == 1
-    error = capsys.readouterr().err.splitlines()
-    assert len(error) == 1 and "no text is left beside the rows that are measured" in error[0]
-    assert "--rows" in error[0] and "--init" in error[0]
-
-
-def test_without_matplotlib_there_is_no_picture(tmp_path, monkeypatch, log, analysis):
-    monkeypatch.setattr(analyze, "matplotlib_missing", lambda: "pip install it")
-    analyze.write(tmp_path, analysis, {})
-    assert [file.name for file in tmp_path.iterdir()] == ["analysis.json"]
-    assert "no analysis.png: pip install it" in log.messages
-
-
-BAD_FLAGS = {
-    "cuts": ("--cuts 3", "--cuts '3': 3 layers, or 3 % of the 8? Write K=3 or 3%"),
-    "groups": ("--groups 1,0", "--groups '1,0': expected whole numbers from 1"),
-    "no group fits": (
-        "--cuts 50 --groups 3",
-        "--groups 3: none fits at any of the cuts: key_value_group_size=3 must divide",
-    ),
-    "rows": ("--rows 0", "--rows 0: must be at least 1"),
-    "calibration tokens": (
-        "--calibration-tokens 0",
-        "--calibration-tokens 0: must be at least 1",
-    ),
-    "rows too long": ("--max-length 1025", "--max-length 1025: this model has 1024 positions"),
-    "prompt too long": (
-        "--prompt-length 2000",
-        "--prompt-length 2000: this model has 1024 positions",
-    ),
-    "model alone": ("--model somewhere", "--model also needs --data"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_FLAGS)
-def test_bad_flags_are_one_line(case, tmp_path, capsys):
-    flags, message = BAD_FLAGS[case]
-    assert main(["analyze", *flags.split(), "--output-dir", str(tmp_path)]) == 2
-    error = capsys.readouterr().err.splitlines()
-    assert len(error) == 1 and error[0].startswith("error: ") and message in error[0]

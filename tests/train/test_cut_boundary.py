@@ -1,6 +1,7 @@
 """Students with taps and prompt layers in a sweep: equal to building each and running it."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,7 +11,6 @@ from swiftkv_jax import Config
 from swiftkv_jax.attention import Attention
 from swiftkv_jax.batch import Batch
 from swiftkv_jax.calibration import calibrate
-from swiftkv_jax.initialization import init_llama
 from swiftkv_jax.stacks import split_layers
 from swiftkv_jax.train import far_tokens
 from swiftkv_jax.train.distill import Objective, distill_sums
@@ -26,7 +26,8 @@ BATCHES = [packed_batch(1, first=11), packed_batch(2, first=13)]
 def sweep():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(far_tokens, "FAR_NATS", 0.01)
-        only_far.clear_cache()
+        program: Any = only_far
+        program.clear_cache()
         yield Sweep(
             CONFIG,
             LLAMA,
@@ -36,7 +37,7 @@ def sweep():
             calibration=OTHERS,
             exact_tail=TAIL,
         )
-        only_far.clear_cache()
+        program.clear_cache()
 
 
 def student(cut: Config):

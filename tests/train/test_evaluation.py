@@ -7,6 +7,8 @@ import shutil
 import numpy as np
 import pytest
 
+from swiftkv_jax.checkpoints.far_loss import FIELD, far_loss_warning
+from swiftkv_jax.model import AuxiliaryFiles
 from swiftkv_jax.train import evaluation
 from swiftkv_jax.train.__main__ import main
 
@@ -83,9 +85,32 @@ def test_a_student_that_loses_far_tokens_is_warned_of(tokens, lost, warns, tmp_p
     if lost is not None:
         rows[2] |= {"eval_far_nats": lost} | number
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    evaluation.log_far_loss(tmp_path, 1)
+    found = evaluation.log_far_loss(tmp_path, 1)
+    assert found == ((0, None) if lost is None else (tokens, lost))
     text = "the student loses 0.16 nats on 1,200 tokens that depend on the far prompt, more than"
     assert any(message.startswith(text) for message in log.messages) == warns
     assert len(log.messages) == (0 if lost is None else 1 + warns)
     if tokens == 63:
         assert log.messages[0].startswith("far tokens: 63 tokens, too few to say (64 are needed);")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lost", "noted"),
+    [(1200, 0.664, True), (1200, 0.15, False), (63, 0.9, False), (0, None, False)],
+)
+def test_the_export_of_a_student_that_loses_far_tokens_says_so(tokens, lost, noted):
+    """And the note of the student that it was made from goes."""
+    given = AuxiliaryFiles(hf_config={"model_type": "llama", FIELD: {"nats": 9.0}})
+    found = evaluation.noted_far_loss(given, "calibration", tokens, lost).hf_config
+    assert found["model_type"] == "llama" and (FIELD in found) == noted
+    assert far_loss_warning(found) == (
+        "this cut lost 0.66 nats on 1,200 far tokens (limit 0.15) after calibration: keep more "
+        "layers, or distil it; swiftkv train analyze shows what it takes"
+        if noted
+        else None
+    )
+
+
+@pytest.mark.parametrize("field", [None, "0.6", {"nats": "much"}, {"nats": 1.0}])
+def test_other_fields_warn_of_nothing(field):
+    assert far_loss_warning({FIELD: field}) is None

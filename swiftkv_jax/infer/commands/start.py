@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from jax.sharding import Mesh
 
+from ...checkpoints.far_loss import far_loss_warning
 from ...cli.model_options import ModelOptions
 from ...model import Model
 from ..engine.engine import Engine
@@ -31,6 +32,9 @@ def start_engine(
     of `Engine.from_model`.
     """
     start = time.perf_counter()
+    warning = far_loss_warning(model.auxiliary_files.hf_config)
+    if warning and model.uses_swiftkv(model_options.uses_swiftkv):
+        logger.warning("%s", warning)
     engine = Engine.from_model(
         model,
         options,

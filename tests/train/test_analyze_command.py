@@ -1,0 +1,185 @@
+"""The command `train analyze`."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from swiftkv_jax.attention import Attention
+from swiftkv_jax.calibration import LayerFit
+from swiftkv_jax.train import analyze, far_tokens
+from swiftkv_jax.train.__main__ import main
+from swiftkv_jax.train.sweep import CutResult, analyze_cuts
+from tests.train.test_analyze import BATCHES, CONFIG, LLAMA
+
+FUNCTION = "def f(x):\n    return x + 1\n\n\n"
+FLAGS = ["--rows", "2", "--max-length", "64", "--cuts", "50,K=6", "--groups", "1,2"]
+
+
+def run_command(folder: Path, text: str, *flags: str) -> dict[str, Any]:
+    """`analysis.json` of a run on one document."""
+    (folder / "code.txt").write_text(text)
+    data = ["--data", str(folder / "code.txt"), "--output-dir", str(folder / "out")]
+    assert main(["analyze", *data, *FLAGS, *flags]) == 0
+    return json.loads((folder / "out" / "analysis.json").read_text())
+
+
+def rows_of(output: str, cuts: int) -> list[dict[str, str]]:
+    """The table's cells by column, which line up."""
+    _, head, _, *lines = output.splitlines()[: 3 + cuts]
+    assert len({len(line) for line in (head, *lines)}) == 1, "columns line up"
+    names = re.split(r"  +", head.strip())
+    return [dict(zip(names, re.split(r"  +", line.strip()), strict=True)) for line in lines]
+
+
+def test_the_command_on_the_demo_model(tmp_path, capsys):
+    result = run_command(tmp_path, FUNCTION * 20)
+    output = capsys.readouterr()
+    assert "of 8 layers 50% is K=4, K=6" in output.err
+    lines = output.out.splitlines()
+    assert "teacher's perplexity" in lines[0]
+    assert f"in closed form from {result['calibration_tokens']:,} other tokens" in lines[0]
+    assert f"far nats: lost on the {result['far_tokens']:,} tokens" in output.out
+    cuts = [CutResult(**cut) for cut in result["cuts"]]
+    found = [(cut.num_key_value_layers, cut.key_value_group_size, cut.generated_kv) for cut in cuts]
+    assert found == [
+        (k, *rest) for k in (4, 6) for rest in ((1, "boundary"), (1, "own"), (2, "boundary"))
+    ]
+    assert (
+        result["prompt_length"] == 1024
+        and result["data"] == [str(tmp_path / "code.txt")]
+        and result["init"] == "closed-form"
+        and np.shape(result["similarity"]) == (9, 9)
+        and len(result["heads"]) == 8
+    )
+    for cut, row in zip(cuts, rows_of(output.out, len(cuts)), strict=True):
+        assert (row["K"], row["g"]) == (
+            str(cut.num_key_value_layers),
+            str(cut.key_value_group_size),
+        )
+        assert row["of layers"] == f"{cut.num_key_value_layers / 8:.1%}"
+        assert row["generated"] == cut.generated_kv, "rows of 64 are too short for a tail"
+        assert row["far nats"] == far_tokens.far_cell(result["far_tokens"], cut.far_nats)
+        assert row["perplexity"].startswith(f"{cut.perplexity_loss:+.2%} ± ")
+        assert cut.perplexity_loss == pytest.approx(
+            cut.student_perplexity / cut.teacher_perplexity - 1, abs=1e-9
+        )
+        fits = [LayerFit(**layer) for layer in result["cuts"][cuts.index(cut)]["layers"]]
+        assert [fit.layer for fit in fits] == list(range(cut.num_key_value_layers, 8))
+        for column, name in (("R2 of K (layer)", "r2_k"), ("R2 of V (layer)", "r2_v")):
+            smallest, layer = min((getattr(fit, name), fit.layer) for fit in fits)
+            assert row[column] == f"{smallest:.3f} ({layer})"
+        assert all(fit.kept_k <= 1 and fit.kept_v <= 1 for fit in fits)
+    assert (tmp_path / "out" / "analysis.png").read_bytes().startswith(b"\x89PNG")
+    assert lines[-2] == result["recommendation"]["sentence"]
+    assert lines[-1] == f"next: {result['recommendation']['command']}"
+
+
+def test_the_demo_models_cliff(tmp_path, capsys):
+    """Below K = 3 the keys of layers 4 and 5 dip, and a tap or prompt layers fill the dip."""
+    folder = tmp_path / "out"
+    flags = ["--cuts", "K=2,K=3", "--groups", "1", "--generated-kv", "own", "--rows", "8"]
+    assert main(["analyze", *flags, "--output-dir", str(folder)]) == 0
+    output = capsys.readouterr().out
+    assert "K=2: the keys of layers 4, 5 dip, R2 0.8" in output and "K=3: the keys" not in output
+    assert (
+        "K=2: previous-token heads of layer 2 are above the cut, and the induction heads of layers "
+        "4, 5 need what they write" in output
+    )
+    assert "K=3: previous-token" not in output
+    cuts = [CutResult(**cut) for cut in json.loads((folder / "analysis.json").read_text())["cuts"]]
+    assert {(cut.generated_kv, cut.exact_tail) for cut in cuts} == {("own", 64)}
+    first, *improved = (cut for cut in cuts if cut.num_key_value_layers == 2)
+    assert (improved[0].prompt_attention_layers, improved[0].boundary_taps) == (0, 1)
+    assert all(cut.perplexity_loss < first.perplexity_loss / 3 for cut in improved)
+    lost = [cut.far_nats for cut in (first, *improved) if cut.far_nats is not None]
+    assert len(lost) == 1 + len(improved) and max(lost[1:]) < lost[0] / 3
+
+
+def test_the_command_with_copies_needs_no_other_text(tmp_path, capsys):
+    """A document as long as a row: all of it is measured."""
+    result = run_command(tmp_path, FUNCTION, "--init", "leader", "--generated-kv", "boundary")
+    output = capsys.readouterr().out
+    assert "undistilled students, copied (leader), on" in output and "R2 of" not in output
+    assert result["calibration_tokens"] == 0 and result["cuts"][0]["layers"] == []
+    assert result["far_tokens"] == 0 and result["cuts"][0]["far_nats"] is None
+    assert all(row["far nats"] == "none" for row in rows_of(output, 4))
+    assert result["recommendation"] is None
+    assert output.splitlines()[-1] == "no recommendation: it needs students in closed form (`init`)"
+
+
+def test_the_number_of_calibration_tokens(tmp_path):
+    assert (
+        run_command(tmp_path, FUNCTION * 20, "--calibration-tokens", "50")["calibration_tokens"]
+        == 50
+    )
+
+
+def test_few_tokens_to_calibrate_on_are_warned_of(tmp_path, log):
+    """Once, as `calibrate` warns, whatever the number of cuts; copies are fitted to none."""
+    run_command(tmp_path, FUNCTION * 20, "--calibration-tokens", "50")
+    warnings = [record.getMessage() for record in log.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("calibrated on 50 tokens only, for a hidden state of 128")
+    log.clear()
+    run_command(tmp_path, FUNCTION * 20, "--init", "leader")
+    assert not any(record.levelname == "WARNING" for record in log.records)
+
+
+def test_without_text_to_calibrate_on_there_is_one_line(tmp_path, capsys):
+    (tmp_path / "code.txt").write_text(FUNCTION)
+    data = ["--data", str(tmp_path / "code.txt"), "--output-dir", str(tmp_path / "out")]
+    assert main(["analyze", *data, *FLAGS]) == 1
+    error = capsys.readouterr().err.splitlines()
+    assert len(error) == 1 and "no text is left beside the rows that are measured" in error[0]
+    assert "--rows" in error[0] and "--init" in error[0]
+
+
+def test_without_matplotlib_there_is_no_picture(tmp_path, monkeypatch, log):
+    analysis = analyze_cuts(
+        CONFIG, LLAMA, BATCHES, [(5, 1)], prompt_length=9, attention=Attention(), init="leader"
+    )
+    monkeypatch.setattr(analyze, "matplotlib_missing", lambda: "pip install it")
+    options = analyze.AnalyzeOptions(None, (), output_dir=tmp_path)
+    found = analyze.Findings(analysis, None, 6, analyze.settle(options))
+    analyze.write(found, options)
+    assert [file.name for file in tmp_path.iterdir()] == ["analysis.json"]
+    assert "no analysis.png: pip install it" in log.messages
+
+
+BAD_FLAGS = {
+    "cuts": ("--cuts 3", "--cuts '3': 3 layers, or 3 % of the 8? Write K=3 or 3%"),
+    "groups": ("--groups 1,0", "--groups '1,0': expected whole numbers from 1"),
+    "no group fits": (
+        "--cuts 50 --groups 3",
+        "--groups 3: none fits at any of the cuts: key_value_group_size=3 must divide",
+    ),
+    "rows": ("--rows 0", "--rows 0: must be at least 1"),
+    "calibration tokens": (
+        "--calibration-tokens 0",
+        "--calibration-tokens 0: must be at least 1",
+    ),
+    "rows too long": ("--max-length 1025", "--max-length 1025: this model has 1024 positions"),
+    "prompt too long": (
+        "--prompt-length 2000",
+        "--prompt-length 2000: this model has 1024 positions",
+    ),
+    "budget": ("--max-perplexity-loss 2", "--max-perplexity-loss '2': expected a percentage"),
+    "tail": ("--exact-tail 300", "--exact-tail 300: must be from 0 to below 256"),
+    "tail of boundary": (
+        "--exact-tail 8 --generated-kv boundary",
+        "--exact-tail 8 needs --generated-kv own",
+    ),
+    "model alone": ("--model somewhere", "--model also needs --data"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FLAGS)
+def test_bad_flags_are_one_line(case, tmp_path, capsys):
+    flags, message = BAD_FLAGS[case]
+    assert main(["analyze", *flags.split(), "--output-dir", str(tmp_path)]) == 2
+    error = capsys.readouterr().err.splitlines()
+    assert len(error) == 1 and error[0].startswith("error: ") and message in error[0]
