@@ -29,6 +29,7 @@ from .cut_list import NamedCut, parse_cuts
 from .cut_search import search
 from .data.batches import batches_of
 from .data.excerpts import read_excerpts
+from .given_analysis import ANALYSIS
 from .plots import draw_analysis
 from .recipe import DEMO, Init, check_calibration_tokens
 from .recommendation import Budget, Recommendation, parse_budget, recommend
@@ -36,7 +37,6 @@ from .sweep import Analysis, Sweep, possible_cuts
 
 logger = logging.getLogger(__name__)
 
-ANALYSIS = "analysis.json"
 CUTS = "37.5%,50%,62.5%,75%,87.5%"
 """Cuts that are measured where none are named."""
 ANALYSIS_TOKENS_PER_DIMENSION = 64

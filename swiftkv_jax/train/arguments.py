@@ -12,12 +12,16 @@ from ..config import GENERATED_KV
 from ..errors import UsageError
 from ..pallas_kernels import IMPLEMENTATIONS
 from ..presets import PRESETS
+from .given_analysis import recommended_cut
 from .objective import HiddenLoss, LossAverage, LossMask, Padding
-from .recipe import DEMO, RECIPES, Init, Recipe
+from .recipe import CUT, DEMO, RECIPES, Init, Recipe
 
 PROCESS_ARGUMENTS = "coordinator_address", "num_processes", "process_id"
 """Names of what `add_process_arguments` adds."""
-NOT_IN_RECIPE = "recipe", "revision", "dry_run", "topology", "keep_delta", *PROCESS_ARGUMENTS
+NOT_IN_RECIPE = (
+    *("recipe", "revision", "analysis", "dry_run", "topology", "keep_delta"),
+    *PROCESS_ARGUMENTS,
+)
 """Names of arguments that are no fields of `Recipe`."""
 
 
@@ -279,9 +283,10 @@ def add_cut(parser: argparse._ActionsContainer, what_for: str) -> None:
         "--num-key-value-layers",
         type=int,
         metavar="K",
-        help="layers that keep their own keys and values (default: as in the model's delta, or "
-        "half)",
+        help="layers that keep their own keys and values (default: as in the model's delta, or as "
+        "an analysis of the data recommends; demo: half)",
     )
+    flag("--analysis", type=Path, metavar="DIR", help="take the cut that this one recommends")
     flag(
         "--key-value-group-size",
         type=int,
@@ -364,6 +369,8 @@ def make_recipe(
 ) -> Recipe:
     """The `given` fields over those of `demo` where no model is named, else over the defaults of
     `Recipe`. Raises `UsageError`, which names the `command`, for arguments that are missing."""
+    if args.analysis is not None:
+        given.update(recommended_cut(args.analysis) | {k: given[k] for k in CUT if k in given})
     if given.get("max_steps") is not None and "num_train_epochs" in given:
         raise UsageError("give `max_steps` or `num_train_epochs`, not both")
     if args.model is None:

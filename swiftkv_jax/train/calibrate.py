@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from .. import cli
 from ..calibration import SLOPE_TOKENS
 from ..checkpoints import open_any, save_hf
+from ..checkpoints.far_loss import far_loss_warning
 from ..checkpoints.source import Source
 from ..checkpoints.training_run import CALIBRATION, EXPORT
 from ..cli.devices import join_and_emulate, refuse_x64
@@ -27,11 +28,18 @@ from ..errors import UsageError
 from ..io.files import write_json
 from ..kernel_check import checked_implementation, forward_configs
 from ..mesh import MeshShape, make_mesh, parse_mesh
-from ..model import Model
+from ..model import AuxiliaryFiles, Model
 from ..stacks import cast
 from .arguments import NOT_IN_RECIPE, PROCESS_ARGUMENTS, make_recipe
+from .chosen_cut import with_cut
 from .data.loader import DatasetMixture
-from .evaluation import compare_rows, far_loss, load_held_out, warn_of_far_loss
+from .evaluation import (
+    compare_rows,
+    far_loss,
+    load_held_out,
+    noted_far_loss,
+    warn_of_far_loss,
+)
 from .far_tokens import FAR_NATS, MIN_FAR_TOKENS, far_cell
 from .output_folder import prepare_folder, removed_if_empty
 from .recipe import DEMO, Recipe
@@ -97,6 +105,7 @@ def run(recipe: Recipe, *, keep_delta: bool = False) -> None:
     check_all_take_part(mesh)
     recipe = dataclasses.replace(recipe, mesh=MeshShape(*mesh.devices.shape))
     source = open_any(recipe.model)
+    recipe = with_cut(recipe, source, mesh)
     config = cut_model(recipe, source.config)
     if keep_delta:
         _check_kept(source, config)
@@ -153,6 +162,7 @@ def run(recipe: Recipe, *, keep_delta: bool = False) -> None:
             "nothing is measured, because all of `data` was fitted to: give `eval_data`, more "
             "`data` or fewer `calibration_tokens`"
         )
+    files = noted_far_loss(model.auxiliary_files, "calibration", *_far_loss(results))
     if is_main_process():
         if results:
             print(table(results, config, HELD_OUT if chosen is None else LEFT))
@@ -171,13 +181,33 @@ def run(recipe: Recipe, *, keep_delta: bool = False) -> None:
                 "exact_head": config.exact_head,
                 "layers": [dataclasses.asdict(layer) for layer in layers],
                 "held_out": results,
+                "warning": _warning(files, results),
                 "measured_on": recipe.eval_data if chosen is None else recipe.data,
                 "seconds": round(seconds, 2),
             },
         )
     llama, delta = (cast(tree, export_dtype) for tree in (calibrated.llama, calibrated.swiftkv))
-    save_hf(dataclasses.replace(calibrated, llama=llama, swiftkv=delta), exported)
+    save_hf(
+        dataclasses.replace(calibrated, llama=llama, swiftkv=delta, auxiliary_files=files), exported
+    )
     logger.info("the model is in %s", exported)
+
+
+def _far_loss(results: dict[str, dict[str, Any]]) -> tuple[int, float | None]:
+    """(far tokens, nats) of the student that is exported, the last one; none if nothing was
+    measured."""
+    if not results:
+        return 0, None
+    *_, last = results.values()
+    return last["far_tokens"], last["far_nats"]
+
+
+def _warning(files: AuxiliaryFiles, results: dict[str, dict[str, Any]]) -> str | None:
+    """What the record says of the loss on far tokens: too much, not measured, or nothing."""
+    tokens, nats = _far_loss(results)
+    if nats is None or tokens < MIN_FAR_TOKENS:
+        return "loss on far tokens: not measured"
+    return far_loss_warning(files.hf_config)
 
 
 def _check_kept(source: Source, config: Config) -> None:

@@ -25,6 +25,7 @@ from ..params import Llama
 from ..stacks import cast
 from .batch_sharder import BatchSharder
 from .checkpointing import RunCheckpoints, check_resume
+from .chosen_cut import with_cut
 from .data.loader import DatasetMixture, batches
 from .evaluation import (
     HeldOut,
@@ -91,6 +92,7 @@ def run(recipe: Recipe) -> RunResult:
     # The recipe is checked again, now that -1 is a number.
     recipe = dataclasses.replace(recipe, mesh=MeshShape(*mesh.devices.shape))
     source = open_any(recipe.model)
+    recipe = with_cut(recipe, source, mesh)
     config = cut_model(recipe, source.config)
     check_trainable(config)
     check_resume(recipe.output_dir, recipe.resume)  # before data and weights are read

@@ -17,6 +17,7 @@ from .start import START
 
 _OF_A_RUN = {RECIPE, START, CALIBRATION, METRICS, REPORT, EXPORT, DATA, FOLDER, DAMAGED} | {
     REPLACED,
+    "analysis",
     "profile",
     "tensorboard",
     "wandb",

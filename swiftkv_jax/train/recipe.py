@@ -79,7 +79,7 @@ class Recipe:
     mesh: MeshShape = MeshShape()
     num_key_value_layers: int | None = None
     """K, the number of layers that keep their own keys and values. None: as in the model's delta,
-    or half of the layers."""
+    or as an analysis of the data recommends, see `chosen_cut`."""
     key_value_group_size: int | None = None
     """Upper layers that share one key/value cache. None: as in the model's delta, or 1."""
     prompt_attention_layers: int | None = None
@@ -230,6 +230,16 @@ class Recipe:
         )
 
 
+CUT = (
+    "num_key_value_layers",
+    "key_value_group_size",
+    "prompt_attention_layers",
+    "boundary_taps",
+    "generated_kv",
+    "exact_tail",
+)
+"""Fields that say where a model is cut, and how its prompts and generated tokens run."""
+
 # Every field of `Recipe` is in one of these three.
 STEERING = (
     "batch_size",
@@ -306,6 +316,7 @@ DEMO = Recipe(
     model=str(demo.LLAMA),
     data=(STDLIB,),
     output_dir=Path("runs/demo"),
+    num_key_value_layers=4,
     eval_data=STDLIB,
     max_length=512,
     max_steps=200,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import GeneratedKV
 from ..errors import UsageError
 from .far_tokens import MAX_FAR_LOSS, MIN_FAR_TOKENS
+from .recipe import CUT
 
 if TYPE_CHECKING:
     from .sweep import CutResult
@@ -114,15 +115,7 @@ class Recommendation:
     @property
     def cut(self) -> dict[str, Any]:
         """The fields that are those of a cut, by the names of a recipe."""
-        names = (
-            "num_key_value_layers",
-            "key_value_group_size",
-            "prompt_attention_layers",
-            "boundary_taps",
-            "generated_kv",
-            "exact_tail",
-        )
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in CUT}
 
     def describe(self, num_layers: int) -> str:
         """A sentence: the cut, its losses and its cost."""
