@@ -20,7 +20,8 @@ import argparse
 from pathlib import Path
 
 from ..cli.model_options import add_process_arguments, add_revision
-from .arguments import add_cut, add_dtype, add_max_length, add_max_unreadable_share
+from .arguments import add_dtype, add_max_length, add_max_unreadable_share
+from .cut_arguments import add_cut
 from .recipe import Recipe
 
 

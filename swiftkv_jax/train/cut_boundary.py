@@ -43,20 +43,20 @@ def boundary_kv(
     they hold no token.
     """
     llama, mesh = fitter.llama, attention.mesh
-    tapped = config.cut(config.num_layers - fitter.size, boundary_taps=1)
+    with_tap = config.cut(config.num_layers - fitter.size, boundary_taps=1)
     shape = MAX_PROMPT_LAYERS, config.embed_dim, config.embed_dim
     maps = np.zeros(shape, llama.embed.dtype)
     for count in range(min(MAX_PROMPT_LAYERS, config.num_layers - k - 1) + 1):
         prompt = None
         if count:
-            sums = zero_sums(tapped, mesh)
+            sums = zero_sums(with_tap, mesh)
             before = _prompt(maps, count - 1, attention)
             for batch, inputs, _ in states():
-                args = tapped, attention, sums, llama, batch, inputs, jnp.int32(k), before
+                args = with_tap, attention, sums, llama, batch, inputs, jnp.int32(k), before
                 sums = add_map(*args)
             maps[count - 1] = _solved(sums)
             prompt = _prompt(maps, count, attention)
-        moments = gather(tapped, llama, fitter.size, {k: 0}, states(), attention, prompt)
+        moments = gather(with_tap, llama, fitter.size, {k: 0}, states(), attention, prompt)
         students = []
         for taps in (0, 1):
             cut = config.cut(k, prompt_attention_layers=count, boundary_taps=taps)

@@ -168,7 +168,7 @@ def cut_sums(
     if prompt is not None:
         states = boundary_states(config, attention, llama, batch, states[0], first_upper, prompt)
 
-    def whole_rows(q):
+    def padded(q):
         return jnp.pad(q, ((0, 0), (first, 0), (0, 0), (0, 0))) if first else q
 
     def run_layer(index, x):
@@ -199,7 +199,7 @@ def cut_sums(
                 jnp.concatenate([shared[:, :, :first], head_major(mine)], 2)
                 for shared, mine in ((k, own_k), (v, own_v))
             )
-            return read(whole_rows(q), *merged)[:, first:], None
+            return read(padded(q), *merged)[:, first:], None
 
         rope = None if rope is None else rope[:, :, first:]
         x, _ = self_layer(config, block, qkv, x, rope, attend, attention)

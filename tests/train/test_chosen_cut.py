@@ -102,7 +102,7 @@ def test_others_keep_their_cut(recipe, analyses, log):
     """Those that name one, those of a model that has one, and runs that continue."""
     named = dataclasses.replace(recipe, num_key_value_layers=3)
     assert with_cut(named, SOURCE, MESH) == named
-    cut = SimpleNamespace(config=SOURCE.config.cut(2))
+    cut: Any = SimpleNamespace(config=SOURCE.config.cut(2))
     assert with_cut(recipe, cut, MESH) == recipe
     recipe.output_dir.mkdir()
     (recipe.output_dir / "recipe.json").write_text(
