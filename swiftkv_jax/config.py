@@ -119,9 +119,8 @@ class Config:
     exception: where layers share caches, tokens' own keys are looked up with the teacher's
     queries."""
     exact_head: int = 0
-    """0, or 1: the first token of a text keeps its own upper keys and values too, and runs through
-    all layers, which depends on no other token. Many layers attend to it for want of another token
-    (attention sinks: Xiao et al. 2023, arXiv 2309.17453). Needs groups of 1."""
+    """0, or 1: the first token of a text, an attention sink (Xiao et al. 2023, arXiv 2309.17453),
+    also runs through all layers and keeps its own upper keys and values. Needs groups of 1."""
     exact_tail: int = 0
     """Number of tokens at a prompt's end that also keep their own upper keys and values, and
     therefore run through all layers; needs `own`."""
@@ -234,10 +233,7 @@ class Config:
         if type(self.exact_head) is not int or self.exact_head not in (0, 1):
             raise ConfigError(f"exact_head={self.exact_head!r} must be 0 or 1")
         if self.exact_head and self.key_value_group_size > 1:
-            raise ConfigError(
-                f"exact_head=1 needs key_value_group_size=1, not {self.key_value_group_size}: a "
-                f"token's own keys differ from layer to layer"
-            )
+            raise ConfigError("exact_head=1 needs key_value_group_size=1")
         upper = range(self.num_lower_layers, self.num_layers)
         if self.has_two_caches and any(self.kind(layer).window is not None for layer in upper):
             raise ConfigError(
@@ -261,6 +257,11 @@ class Config:
         upper keys and values for `page_size` tokens. In each pool a page has room for one
         layer's."""
         return -(-self.num_upper_layers // self.num_cache_layers)
+
+    @property
+    def keeps_own(self) -> bool:
+        """Whether any token keeps its own upper keys and values."""
+        return self.generated_kv == "own" or self.exact_head > 0
 
     def own_start(self, prompt_length: int) -> int:
         """Position of the first token that keeps its own upper keys and values; `NO_OWN` if none

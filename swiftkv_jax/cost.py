@@ -14,8 +14,8 @@ def prefill_flops(config: Config, length: int, *, swiftkv: bool) -> int:
     """Operations to fill the cache with a prompt of `length` tokens: no logits are needed for that.
 
     The student runs the lower layers, what makes the upper keys and values (`boundary_flops`), and
-    the last `config.exact_tail` tokens through the upper layers too. The teacher, and the tail, run
-    every layer but the last, of which they need the keys and values only.
+    the last `config.exact_tail` tokens, and an exact head, through the upper layers too. The
+    teacher, and these, run every layer but the last, of which they need the keys and values only.
     """
     if not swiftkv:
         layers = range(config.num_layers - 1)
@@ -25,6 +25,7 @@ def prefill_flops(config: Config, length: int, *, swiftkv: bool) -> int:
         _layers_flops(config, range(config.num_lower_layers), length)
         + boundary_flops(config, length)
         + (tail_flops(config, length, tail) if tail else 0)
+        + (tail_flops(config, 1, 1) if config.exact_head else 0)
     )
 
 
@@ -143,7 +144,7 @@ def train_flops_by_part(config: Config, length: int, *, remat: Remat = "none") -
     upper = config.num_upper_layers
     last = 0 if config.num_experts else 2 * config.mlp_dim * config.embed_dim
     layers = upper * (upper_matmul - last)
-    own_kv = 2 * upper * kv_weights(config) if config.generated_kv == "own" else 0
+    own_kv = 2 * upper * kv_weights(config) if config.keeps_own else 0
     student_attention = upper_attention
     if config.has_two_caches:
         own_kv += upper * query

@@ -44,7 +44,7 @@ def memory_per_device(
         "mlp": inputs + 2 * queries,
         "none": inputs + 4 * width + 2 * queries + 2 * mlp,
     }
-    if config.generated_kv == "own":  # of each layer the keys and values that its tokens attend to
+    if config.keeps_own:  # of each layer the keys and values that its tokens attend to
         layer["none"] += 2 * kv_heads * config.head_dim
     if config.has_two_caches:  # heads of twice the size: queries, keys and values, and the output
         layer["none"] += 2 * (queries + kv_heads * config.head_dim)

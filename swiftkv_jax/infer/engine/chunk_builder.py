@@ -46,7 +46,7 @@ class ChunkBuilder:
         planned now."""
         start = state.num_computed_tokens
         stop = min(
-            state.prefill_target, start + self._tokens, self._last_of_tiles(start, self._tiles)
+            state.prefill_stop, start + self._tokens, self._last_of_tiles(start, self._tiles)
         )
         if state.upper:
             stop = min(stop, max(start, state.upper.start) + self._upper)

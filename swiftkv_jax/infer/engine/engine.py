@@ -194,7 +194,8 @@ class Engine[R: ModelRunnerBase]:
         check_request(request, self.config, self.options)
         if isinstance(request, Request):
             check_ends(request, request.params.end_token_ids(self.eos_token_ids))
-        state = RequestState(next(self._ids), request, own_start(request, self.config))
+        own, head = own_start(request, self.config), self.config.exact_head
+        state = RequestState(next(self._ids), request, own, head)
         check_fits(state, self._pools[0], self.model_runner.shapes)
         self._requests[state.request_id] = state
         self._scheduler.add(state)
@@ -382,7 +383,7 @@ class Engine[R: ModelRunnerBase]:
                 self._forget(state)
                 continue
             found = self._scores.setdefault(state.request_id, Scores(state))
-            last = scheduled.stop == state.prefill_target
+            last = scheduled.stop == state.prefill_stop
             yield from found.add(scores, range(start, stop), last=last)
             if last:
                 self._forget(state)

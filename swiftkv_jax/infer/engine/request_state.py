@@ -17,10 +17,18 @@ from .sampling_params import SamplingParams
 class RequestState:
     """A request in the engine: first its prompt is cached, then its sequences decode."""
 
-    def __init__(self, request_id: int, request: Request | ScoreRequest, own_start: int = NO_OWN):
+    def __init__(
+        self,
+        request_id: int,
+        request: Request | ScoreRequest,
+        own_start: int = NO_OWN,
+        exact_head: int = 0,
+    ):
         self.request_id, self.request, self.own_start = request_id, request, own_start
-        """`own_start`: position of the first token that keeps its own upper keys and values;
-        `NO_OWN` if none does."""
+        """`own_start`: position from which on tokens keep their own upper keys and values; `NO_OWN`
+        if none does."""
+        self.exact_head = exact_head
+        """`Config.exact_head`: prefill computes it."""
         self.timing = Timing()
         self.prefill_token_ids: abc.Sequence[int] = (
             request.prompt if isinstance(request, Request) else request.tokens
@@ -70,6 +78,11 @@ class RequestState:
         return len(self.prefill_token_ids) - 1
 
     @property
+    def prefill_stop(self) -> int:
+        """Number of positions that prefill computes: the `prefill_target`, and an exact head."""
+        return max(self.prefill_target, self.exact_head)
+
+    @property
     def upper(self) -> range:
         """Positions that run through all layers before decoding: those that are scored, and those
         that keep their own upper keys and values."""
@@ -108,7 +121,8 @@ class RequestState:
 
     def pages_of_one(self, pool: PagePool) -> PageNeeds:
         """Pages that one sequence can fill: its last new token is never cached."""
-        return pool.needs(self.prefill_target + self.num_remaining_tokens, self.own_start)
+        last = max(self.prefill_target + self.num_remaining_tokens, self.prefill_stop)
+        return pool.needs(last, self.own_start)
 
     def pages_at_first(self, pool: PagePool, reserve_tokens: int) -> PageNeeds:
         """Pages of one sequence that are reserved before it runs. Samples of one prompt cannot be
@@ -116,13 +130,13 @@ class RequestState:
         new = self.num_remaining_tokens
         if self.num_samples == 1:
             new = min(new, reserve_tokens)
-        return pool.needs(self.prefill_target + new, self.own_start)
+        return pool.needs(max(self.prefill_target + new, self.prefill_stop), self.own_start)
 
     def shared_by_samples(self, pool: PagePool) -> PageNeeds:
         """Pages that prefill fills, which all samples share."""
-        target, size = self.prefill_target, pool.page_size
-        own = max(target - self.own_start, 0) if pool.pages_per_own_page else 0
-        return PageNeeds(target // size, own // size)
+        stop, size = self.prefill_stop, pool.page_size
+        own = max(stop - self.own_start, 0) if pool.pages_per_own_page else 0
+        return PageNeeds(stop // size, own // size)
 
     def pages_of_others(self, pool: PagePool) -> int:
         """Pages that all sequences but the first need in addition to the shared ones."""

@@ -100,7 +100,7 @@ class Scheduler:
         self._admit_waiting(builders, chunk)
         for _, scheduled in chunk.scheduled_tokens():
             state = scheduled.request_state
-            if scheduled.stop == state.prefill_target and not state.sequences:
+            if scheduled.stop == state.prefill_stop and not state.sequences:
                 # The last chunk of a score: the next chunk may overwrite its pages.
                 self._release(state.dp_rank, state.pages, state.own_pages)
         # Not a set: every process must release pages in the same order.
@@ -143,7 +143,7 @@ class Scheduler:
             pool.release_hidden(pages, state.num_computed_tokens)
         full = builder.add(state) // self.page_size
         pool.cache(state.page_keys, state.pages, state, start=begun, stop=full)
-        if state.num_computed_tokens < state.prefill_target:
+        if state.num_computed_tokens < state.prefill_stop:
             return
         self.prefilling.remove(state)
         for sequence in state.sequences:
@@ -158,7 +158,7 @@ class Scheduler:
         They are partly filled, so they cannot be shared."""
         pool = self.pools[state.dp_rank]
         filled, shared = (
-            pool.needs(state.prefill_target, state.own_start),
+            pool.needs(state.prefill_stop, state.own_start),
             state.shared_by_samples(pool),
         )
         copies = []

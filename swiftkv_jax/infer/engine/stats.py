@@ -47,7 +47,7 @@ class Stats:
         ended = {
             scheduled.request_state
             for scheduled in scheduled_tokens
-            if scheduled.stop == scheduled.request_state.prefill_target
+            if scheduled.stop == scheduled.request_state.prefill_stop
         } | {sequence.request_state for sequence in chunk.finished_prefill}
         self.prompt_tokens += sum(
             len(state.prefill_token_ids) for state in ended if not state.num_preemptions
@@ -77,7 +77,7 @@ class Load(NamedTuple):
             len(scheduler.waiting),
             len(scheduler.prefilling),
             scheduler.num_running,
-            sum(state.prefill_target - state.num_computed_tokens for state in unfinished),
+            sum(state.prefill_stop - state.num_computed_tokens for state in unfinished),
             sum(pool.used for pool in scheduler.pools),
             sum(pool.num_pages for pool in scheduler.pools),
         )

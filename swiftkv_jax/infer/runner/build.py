@@ -67,7 +67,8 @@ def build_model_runner(
             "prompt tokens while its average perplexity is good, so measure it on those"
         )
     two_caches = serves_two_caches(served, kv)
-    if kv != "boundary":
+    own_kv = kv != "boundary" or served.exact_head > 0
+    if swiftkv and own_kv:
         _check_own_kv(model, two_caches)
     dtype = cache_dtype(options.kv_cache_dtype, model.dtype)
     # All arrays are committed to their devices from the start, because a program compiled for
@@ -88,13 +89,11 @@ def build_model_runner(
             for_cache = order_heads if two_caches else fold_mix
             llama, delta = for_cache(model.config, llama, delta)
         if mesh is not None:
-            upper_kv = delta is None or kv != "boundary"
+            upper_kv = delta is None or own_kv
             llama, delta = copy_kv_heads(
                 model.config, llama, delta, mesh, upper_kv=upper_kv, donate=donate
             )
-        weights = serving_weights(
-            llama, delta, own_kv=kv != "boundary", two_caches=two_caches, donate=donate
-        )
+        weights = serving_weights(llama, delta, own_kv=own_kv, two_caches=two_caches, donate=donate)
         del llama, delta
     # A caller that donates drops the model, also what was moved to a mesh and not deleted.
     kept_bytes = 0 if donate else bytes_kept(callers, weights)
@@ -133,8 +132,8 @@ def _check_own_kv(model: Model, two_caches: bool) -> None:
     if upper is None or (two_caches and upper.q is None):
         needed = "q, k and v" if two_caches else "k and v"
         raise UsageError(
-            f"`generated_kv`=own needs the teacher's upper {needed}, which this model was saved or "
-            f"loaded without"
+            f"`generated_kv`=own and `exact_head`=1 need the teacher's upper {needed}, which this "
+            f"model was saved or loaded without"
         )
 
 

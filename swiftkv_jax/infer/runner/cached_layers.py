@@ -36,6 +36,7 @@ from ...decoder_layers import (
 from ...layers import embed, norm
 from ...packed_attention import head_major, mixed
 from ...rope import Tables, group_table, rope_tables, table_of
+from .first_tokens import FirstKV, FirstTokens
 from .taps import TokenBefore
 from .weights import Weights
 
@@ -80,15 +81,19 @@ def run_boundary(
     attention: Attention,
     *,
     before: TokenBefore | None = None,
+    first: FirstTokens | None = None,
 ) -> KVCache:
     """The cache with the upper keys and values of tokens from their hidden states at the SwiftKV
-    layer, as module `boundary` defines them. `before` is needed where there are taps."""
+    layer, as module `boundary` defines them. `before` is needed where there are taps; `first` are
+    the tokens that keep their own (`Config.exact_head`)."""
 
     @functools.partial(jax.jit, static_argnums=0)
-    def prompt_layer(kind, weights, x, tables, pools):
+    def prompt_layer(kind, weights, x, tables, pools, own):
         block, qkv, mlp_map, mix = weights
 
         def attend(q, k, v):
+            if first is not None and own is not None:
+                k, v = first.put(k, own.k), first.put(v, own.v)
             kv = _store(pools, write, head_major(k), head_major(v))
             return mixed(read(q, *kv, kind.window), mix), kv
 
@@ -96,11 +101,17 @@ def run_boundary(
         return attention_layer(config, block, qkv, mlp_map, x, rope, attend)
 
     pools, states = list(zip(cache.k, cache.v, strict=True)), cache.tap
+    owns: tuple[FirstKV | None, ...] = (None,) * len(weights.upper)
+    if first is not None:
+        owns = first.run(config, weights, x, attention)
     for i, (kv, mlp_map) in enumerate(zip(weights.prompt_kv, weights.prompt_map, strict=True)):
         layer = config.num_lower_layers + i
         mix = weights.upper_mix[i] if weights.upper_mix else None
         of_layer = weights.upper[i], with_queries(kv, weights.upper_q[i]), mlp_map, mix
-        x, pools[layer] = prompt_layer(config.kind(layer), of_layer, x, tables, pools[layer])
+        kind, own = config.kind(layer), owns[i]
+        x, pools[layer] = prompt_layer(kind, of_layer, x, tables, pools[layer], own)
+        if first is not None and own is not None:
+            x = first.put(x, own.x)
     rope = group_table(config, tables)
     s, s_before = norm(config, x, weights.norm_swiftkv), None
     if weights.kv_tap is not None:
@@ -118,7 +129,11 @@ def run_boundary(
     )
     for group in range(config.num_projected_groups):
         i = config.first_projected_layer + group
-        pools[i] = _store(pools[i], write, k[group], v[group])
+        own = owns[config.prompt_attention_layers + group]
+        of_group = k[group], v[group]
+        if first is not None and own is not None:
+            of_group = first.put_heads(k[group], own.k), first.put_heads(v[group], own.v)
+        pools[i] = _store(pools[i], write, *of_group)
     return dataclasses.replace(_with_pools(cache, pools), tap=states)
 
 

@@ -102,7 +102,10 @@ def decode_logits(
 
         return read
 
-    page = page_of(batch.page_table, length, active)
+    written = active
+    if config.exact_head and kv != "own":  # prefill has written what position 0 keeps
+        written &= length > 0
+    page = page_of(batch.page_table, length, written)
     lengths = jnp.where(active, length + 1, 0)
     write, read = writer(page, length % page_size), reader(batch.page_table, lengths)
     x, tables, cache = run_lower_layers(

@@ -38,6 +38,7 @@ from .cached_layers import (
     run_upper_layers_two_caches,
 )
 from .constraints import keep_cache_sharding, pool_sharding, replicate, state_sharding
+from .first_tokens import FirstTokens
 from .prefill_chunk import PrefillChunk, QueryTiles, UpperTokens, pack, unpack
 from .shapes import KVPrograms
 from .taps import chunk_before
@@ -147,7 +148,10 @@ def _prefill(
     if cache.tap is not None:
         page_size, sharding = cache.k[0].values.shape[2], state_sharding(attention)
         before = chunk_before(chunk.tiles, chunk.gathered_pages, page_size, sharding)
-    cache = run_boundary(config, weights, x, tables, cache, write, read, attention, before=before)
+    first = FirstTokens.of(chunk.tiles, x.shape[1]) if config.exact_head else None
+    cache = run_boundary(
+        config, weights, x, tables, cache, write, read, attention, before=before, first=first
+    )
     return x, tables, cache
 
 

@@ -16,7 +16,6 @@ from ...boundary import prompt_projections
 from ...config import Config, GeneratedKV
 from ...cut import choose_generated_kv
 from ...decoder_layers import delta_queries
-from ...errors import UsageError
 from ...model import Model
 from ...params import (
     QKV,
@@ -85,11 +84,6 @@ def served_config(
     the student cannot have them."""
     if not swiftkv:
         return with_kv_head_copies(config.cut(config.num_layers), mesh)
-    if config.exact_head:
-        raise UsageError(
-            "`exact_head`=1: serving computes no token's own upper keys and values at the head of "
-            "a text; calibrate the model with 0"
-        )
     config = choose_generated_kv(config, generated_kv, exact_tail)
     if mixed:
         choose_generated_kv(config, "own")
@@ -253,7 +247,7 @@ def weight_shapes(
         config = dataclasses.replace(config, shared_kv_heads=None)
     llama = quantized_shapes(llama_shapes(config, dtype), quantization)
     delta = quantized_shapes(swiftkv_shapes(config, dtype), quantization) if swiftkv else None
-    own_kv = config.generated_kv == "own"
+    own_kv = config.keeps_own
     make = functools.partial(serving_weights, own_kv=own_kv, two_caches=config.has_two_caches)
     return jax.eval_shape(make, llama, delta)
 
@@ -316,7 +310,7 @@ def weight_shardings(
             llama.upper_qkv if config.has_two_caches else _kv(llama.upper_qkv),
             config.num_upper_layers,
         )
-        if config.generated_kv == "own"
+        if config.keeps_own
         else (),
         upper_mix=layers(delta.mix, config.num_upper_layers) if delta.mix is not None else (),
         prompt_kv=layers(_kv(prompt_projections(delta)), config.prompt_attention_layers),

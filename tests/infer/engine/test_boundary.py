@@ -12,7 +12,6 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax.config import GeneratedKV, LayerKind
-from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.requests import Request, ScoreRequest
@@ -32,12 +31,15 @@ class Case(NamedTuple):
     group: int
     generated_kv: GeneratedKV
     exact_tail: int
+    exact_head: int = 0
 
 
 CASES = {
     "boundary": Case(2, 1, 1, "boundary", 0),
     "boundary, groups": Case(1, 1, 2, "boundary", 0),
-    "own, a tail": Case(2, 1, 1, "own", 3),
+    "boundary, a head": Case(2, 1, 1, "boundary", 0, 1),
+    "own, a tail": Case(2, 1, 1, "own", 3, 1),
+    "own, a head": Case(1, 1, 1, "own", 0, 1),
     "own, a tail, groups": Case(1, 1, 2, "own", 3),
     "own, groups": Case(3, 0, 2, "own", 0),
 }
@@ -49,7 +51,12 @@ def student(name: str) -> skv.Model:
     case = CASES[name]
     heads = ((1, 0), (0, 1), (1, 0), (1, 0), (0, 1)) if case.group > 1 else None
     config, llama, delta = model_of(case.layers, case.taps, case.group, shared_kv_heads=heads)
-    config = dataclasses.replace(config, generated_kv=case.generated_kv, exact_tail=case.exact_tail)
+    config = dataclasses.replace(
+        config,
+        generated_kv=case.generated_kv,
+        exact_tail=case.exact_tail,
+        exact_head=case.exact_head,
+    )
     return skv.Model(llama, delta, config)
 
 
@@ -80,6 +87,7 @@ def requests_of(seed: int) -> list[Request | ScoreRequest]:
     return [
         *(Request(prompt, params) for prompt in prompts),
         Request(tuple(range(30, 44)), both),
+        Request((9,), both),
         *(ScoreRequest((*row, *row[:5]), len(row)) for row in rows),
     ]
 
@@ -143,12 +151,6 @@ def test_answers_and_scores_are_those_of_whole_sequences(name):
         key: tokens for key, (tokens, _) in cold.items()
     }
     assert engine.stats.compilations == 0
-
-
-def test_an_exact_head_is_refused():
-    config, llama, delta = model_of(1, 1, 1, head=1)
-    with pytest.raises(UsageError, match="exact_head"):
-        Engine.from_model(skv.Model(llama, delta, config), options())
 
 
 def test_a_cached_prefix_answers_as_a_cold_one():
