@@ -18,7 +18,8 @@ from .spm_file import ModelFile
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 3, 4, 5, 6  # tokenizer.ggml.token_type
+# tokenizer.ggml.token_type
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
 _BPE = 2  # SentencePiece's trainer_spec.model_type
 _GGML, _TEMPLATE = "tokenizer.ggml.", "tokenizer.chat_template"
 _NAMED = {
@@ -84,8 +85,11 @@ def tokenizer_files(
     generation: dict[str, Any] = {"eos_token_id": [*eos_token_ids]} if eos_token_ids else {}
     if (bos_id := _id(metadata, "bos_token_id")) is not None:
         generation["bos_token_id"] = bos_id
+    content = tokenizer.to_str()
+    if kind == "llama" and metadata.get("general.architecture") == "phi3":
+        content = _take_spaces(content)
     return {
-        "tokenizer.json": tokenizer.to_str().encode(),
+        "tokenizer.json": content.encode(),
         "tokenizer_config.json": json.dumps(settings, indent=2, ensure_ascii=False).encode(),
         "generation_config.json": json.dumps(generation, indent=2).encode(),
     }
@@ -170,6 +174,15 @@ def _put_around(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
         )
 
 
+def _take_spaces(content: str) -> str:
+    """The tokenizer.json of a Phi-3, whose special tokens take the spaces after them. The file does
+    not say so of any token."""
+    fields = json.loads(content)
+    for token in fields["added_tokens"]:
+        token["rstrip"] = token["content"] not in ("<unk>", "<s>", "<|endoftext|>")
+    return json.dumps(fields, ensure_ascii=False)
+
+
 def _byte_pairs(metadata: Mapping[str, Any], pre: PreTokenizer) -> Tokenizer:
     from tokenizers import AddedToken, Tokenizer, decoders, models
 
@@ -190,9 +203,9 @@ def _byte_pairs(metadata: Mapping[str, Any], pre: PreTokenizer) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens(
         [
-            AddedToken(text, normalized=False, special=kind == _CONTROL)
+            AddedToken(text, normalized=False, special=kind != _USER_DEFINED)
             for _, (text, kind) in typed
-            if kind in (_CONTROL, _USER_DEFINED)
+            if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
         ]
     )
     return tokenizer
@@ -202,8 +215,8 @@ def _sentence_pieces(metadata: Mapping[str, Any]) -> Tokenizer:
     tokens, scores, types = _get(metadata, "tokens"), _get(metadata, "scores"), _types(metadata)
     if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
         raise ConfigError(f"{_GGML}scores must have a number for each token")
-    pieces = [
-        SimpleNamespace(piece=text, score=score, type=kind)
+    pieces = [  # the text of the unknown token is that token, as in llama.cpp
+        SimpleNamespace(piece=text, score=score, type=_CONTROL if kind == _UNKNOWN else kind)
         for text, score, kind in zip(tokens, scores.tolist(), types, strict=True)
     ]
     prefix = bool(_get(metadata, "add_space_prefix", True))
