@@ -132,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
     flag = parser.add_argument
     flag("plan", choices=PLANS)
     flag("--model", required=True, help="folder, GGUF file or folder of parts")
-    flag("--program", choices=PROGRAMS, default="both", help="(default: %(default)s)")
+    flag("--program", choices=PROGRAMS, default="tap", help="(default: %(default)s)")
     flag("--seconds", type=float, help="stop and save after so many seconds")
     flag("--folder", type=Path, default=Path("runs/distill-real"), help="(default: %(default)s)")
     flag("--dry-run", action="store_true", help="operations and times, without training")

@@ -6,9 +6,9 @@
 
 MODEL is a checkpoint without a delta: a folder or a GGUF file. A cell is a student: a cut (K), what
 the prompt computes above it (base: the closed form; tap: `boundary_taps`; attention:
-`prompt_attention_layers`; both; head: `exact_head`; all) and how it is served (`boundary`, or `own`
-with a tail of 64). It is fitted to training text of this machine's packages and measured on
-held-out packages and on generated documents. A trained student comes from
+`prompt_attention_layers`; both; head and with it: `exact_head`) and how it is served (`boundary`,
+or `own` with a tail of 64). It is fitted to training text of this machine's packages and measured
+on held-out packages and on generated documents. A trained student comes from
 `python -m benchmarks.distill_real`.
 
 Cells are written to the JSON in `benchmarks/results` one by one; the same command continues, and

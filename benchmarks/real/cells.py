@@ -43,10 +43,11 @@ class Program:
 PROGRAMS = {
     "base": Program(),
     "tap": Program(boundary_taps=1),
-    "attention": Program(prompt_attention_layers=3),
-    "both": Program(boundary_taps=1, prompt_attention_layers=3),
+    "attention": Program(prompt_attention_layers=2),
+    "both": Program(boundary_taps=1, prompt_attention_layers=2),
     "head": Program(exact_head=1),
-    "all": Program(boundary_taps=1, prompt_attention_layers=3, exact_head=1),
+    "tap-head": Program(boundary_taps=1, exact_head=1),
+    "both-head": Program(boundary_taps=1, prompt_attention_layers=2, exact_head=1),
 }
 
 

@@ -247,11 +247,11 @@ def test_cells_name_the_programs():
     found = cells.untrained_cells(30, (20, 15), ["both", "base"], ["own"])
     assert [str(cell) for cell in found][1:3] == [
         "K=15, closed form, own, tail 64",
-        "K=20, tap, attention of 3, own, tail 64",
+        "K=20, tap, attention of 2, own, tail 64",
     ]
-    assert found[2].program.options == {"boundary_taps": 1, "prompt_attention_layers": 3}
-    (last,) = cells.untrained_cells(30, (27,), ["attention"], ["own"])
-    assert last.program.prompt_attention_layers == 2, "one of three upper layers is projected to"
+    assert found[2].program.options == {"boundary_taps": 1, "prompt_attention_layers": 2}
+    (last,) = cells.untrained_cells(30, (28,), ["attention"], ["own"])
+    assert last.program.prompt_attention_layers == 1, "one of two upper layers is projected to"
     with pytest.raises(UsageError, match="`programs`='none'"):
         cells.untrained_cells(30, (20,), ["none"], ["own"])
 
@@ -313,7 +313,7 @@ def test_table():
         "| 90.0% | +0.66 ± 0.05 | -25 ± 7 | -25 ± 7 | -25 ± 7 | -25 ± 7 |"
     )
     starts = ["| 15 (50%) | closed form | `boundary` |  |"]
-    starts += ["| 15 (50%) | tap, attention of 3 | `own`, tail 64 | 0.26M |"]
+    starts += ["| 15 (50%) | tap, attention of 2 | `own`, tail 64 | 0.26M |"]
     assert [line[: len(start)] for line, start in zip(lines[1:], starts, strict=True)] == starts
     assert "75% of 44 of `recall`" in section
     assert len(table.short_table([document]).splitlines()) == 5
