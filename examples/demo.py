@@ -238,6 +238,11 @@ def table(
         *((name, *against_teacher(values[0], values[1:])) for name, values in split.items()),
         ("then lost on far tokens", "", f"{own_far:+.3f} nats"),
     ]
+    return aligned(rows)
+
+
+def aligned(rows: list[tuple[str, ...]]) -> str:
+    """The rows under the first of them, in columns."""
     rows = [row + ("",) * (len(rows[0]) - len(row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [

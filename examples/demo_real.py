@@ -1,0 +1,217 @@
+"""The main job on a real model: analyse the cuts of SmolLM2-135M-Instruct, calibrate the one that
+is recommended, distil it for a while, and ask teacher and student about a long document. `make
+demo-real` fetches the model and runs it, in less than 25 minutes on two cores.
+
+    python -m examples.demo_real MODEL [FOLDER]
+
+MODEL is a GGUF file, a folder or a name on the Hub, of any chat model. FOLDER must be new; the
+default, runs/demo-real, is emptied first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+import swiftkv_jax as skv
+from examples.demo import aligned, request, run, seconds
+from swiftkv_jax import cli
+from swiftkv_jax.cache import bytes_per_token
+from swiftkv_jax.convert import main as convert
+from swiftkv_jax.cost import prefill_flops
+from swiftkv_jax.infer import Engine, EngineOptions
+from swiftkv_jax.infer.text import encode_chat
+from swiftkv_jax.train.__main__ import main as train
+from swiftkv_jax.train.data.sources import STDLIB
+from swiftkv_jax.train.output_folder import CALIBRATION, EXPORT
+
+DEFAULT_FOLDER = Path("runs/demo-real")
+BUDGET = "2%"
+"""Of the teacher's perplexity, what the recommended cut may lose in closed form."""
+CALIBRATION_TOKENS = 65_536
+STEPS = 8
+EVALUATED = ["--max-length", "512", "--eval-batches", "2"]
+TRAINED = f"--batch-size 8 --learning-rate 5e-4 --remat none --max-steps {STEPS}".split()
+DOCUMENT = "Stock list. " + " ".join(
+    f"Shelf {number} holds {10 * number + 7} boxes of part {1000 + 37 * number}."
+    for number in range(1, 60)
+)
+QUESTIONS = {
+    "How many boxes does shelf 12 hold?": "127",
+    "Which part is on shelf 31?": "2147",
+    "How many boxes does shelf 48 hold?": "487",
+}
+"""Each with what a right answer holds."""
+NEW_TOKENS = 24
+STAGES = ("inspect", "analyse", "calibrate", "distil", "ask the teacher", "ask the student")
+
+
+class Answers(NamedTuple):
+    """What a model answered, and how long it took."""
+
+    texts: list[str]
+    prompt_tokens: int
+    prefill_seconds: float
+    """Of the document and a question, without anything cached."""
+
+
+def analyze(model: str, output: Path) -> str:
+    """Analyse the cuts of a model; returns the sentence that recommends one."""
+    flags = ["--data", STDLIB, "--groups", "1", "--max-perplexity-loss", BUDGET]
+    run("train", train, "analyze", "--model", model, *flags, "--output-dir", str(output))
+    return json.loads((output / "analysis.json").read_text())["recommendation"]["sentence"]
+
+
+def calibrate(model: str, analysis: Path, output: Path) -> dict[str, Any]:
+    """Calibrate the recommended cut; returns the student's losses on held-out text."""
+    flags = ["--model", model, "--data", STDLIB, "--eval-data", STDLIB, *EVALUATED]
+    flags += ["--calibration-tokens", str(CALIBRATION_TOKENS), "--analysis", str(analysis)]
+    run("train", train, "calibrate", *flags, "--output-dir", str(output))
+    return json.loads((output / CALIBRATION).read_text())["held_out"]["calibrated"]
+
+
+def distil(model: Path, output: Path) -> dict[str, Any]:
+    """Distil the calibrated student; returns the last figures of its losses."""
+    flags = ["--model", str(model), "--data", STDLIB, "--eval-data", STDLIB, *EVALUATED, *TRAINED]
+    run("train", train, *flags, "--output-dir", str(output))
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "eval_student_perplexity" in row][-1]
+
+
+def ask(model: skv.Model, *, swiftkv: bool) -> Answers:
+    """The answers to all `QUESTIONS` about `DOCUMENT`, greedy, one after the other."""
+    conversations = [
+        encode_chat(
+            model.tokenizer,
+            [{"role": "user", "content": f"{DOCUMENT}\n\n{question} Answer with the number."}],
+        )
+        for question in QUESTIONS
+    ]
+    longest = max(map(len, conversations)) + NEW_TOKENS
+    options = EngineOptions(max_model_len=longest, max_num_seqs=1, chunks=(512,))
+    engine = Engine.from_model(model, options, swiftkv=swiftkv)
+    warm = [[1] * 600]  # the first chunk and step of a process are slower
+    seconds(engine, warm, 2)
+    took, texts = seconds(engine, conversations[:1], 1), []
+    for prompt in conversations:
+        stops = set(model.eos_token_ids)
+        new = [id for _, out in engine.run([request(prompt, NEW_TOKENS)]) for id in out.token_ids]
+        end = next((at for at, id in enumerate(new) if id in stops), len(new))
+        texts.append(model.tokenizer.decode(new[:end]).strip())
+    return Answers(texts, len(conversations[0]), took)
+
+
+def side_by_side(teacher: Answers, student: Answers) -> str:
+    rows: list[tuple[str, ...]] = [("question", "right", "teacher", "student")]
+    rows += [
+        (question, right, *(f"{text.splitlines()[0][:40] if text else ''}" for text in texts))
+        for (question, right), *texts in zip(
+            QUESTIONS.items(), teacher.texts, student.texts, strict=True
+        )
+    ]
+    return aligned(rows)
+
+
+def table(
+    student: skv.Model,
+    closed_form: dict[str, Any],
+    trained: dict[str, Any],
+    answers: tuple[Answers, Answers],
+) -> str:
+    """What the student costs and loses beside its teacher."""
+    config, length = student.config, answers[0].prompt_tokens
+    flops = [prefill_flops(config, length, swiftkv=flag) for flag in (False, True)]
+    sizes = [bytes_per_token(config, student.dtype, swiftkv=flag) for flag in (False, True)]
+    times = [each.prefill_seconds for each in answers]
+    right = [
+        sum(expected in text for text, expected in zip(a.texts, QUESTIONS.values(), strict=True))
+        for a in answers
+    ]
+    perplexity = closed_form["teacher_perplexity"]
+
+    def lost(value: float) -> str:
+        return f"{value:.3f}  ({value / perplexity - 1:+.2%})"
+
+    rows: list[tuple[str, ...]] = [
+        ("", "teacher", "student"),
+        (
+            f"prefill FLOPs, {length} tokens",
+            *(f"{value / 1e9:.0f} G  ({value / flops[0]:.0%})" for value in flops),
+        ),
+        (
+            f"prefill time, {length} tokens",
+            *(f"{value:.2f} s  ({value / times[0]:.0%})" for value in times),
+        ),
+        (
+            f"KV cache bytes per token, {student.dtype}",
+            *(f"{value:,}  ({value / sizes[0]:.0%})" for value in sizes),
+        ),
+        (
+            "held-out perplexity in closed form",
+            f"{perplexity:.3f}",
+            lost(closed_form["perplexity"]),
+        ),
+        (f"the same after {STEPS} steps", "", lost(trained["eval_student_perplexity"])),
+        ("answers that are right", *(f"{count} of {len(QUESTIONS)}" for count in right)),
+    ]
+    return aligned(rows)
+
+
+def main() -> int:
+    started = time.time()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="GGUF file, folder, or name on the Hub")
+    parser.add_argument(
+        "folder", nargs="?", type=Path, help=f"where everything goes (default: {DEFAULT_FOLDER})"
+    )
+    args = parser.parse_args()
+    folder = args.folder or DEFAULT_FOLDER
+    if folder == DEFAULT_FOLDER:
+        shutil.rmtree(folder, ignore_errors=True)
+    elif folder.exists():
+        sys.exit(f"error: {folder} exists already")
+
+    analysis, calibrated, distilled = (
+        folder / name for name in ("analysis", "calibrated", "distilled")
+    )
+    with tqdm(total=len(STAGES), file=sys.stderr, unit="stage") as bar:
+
+        def stage() -> None:
+            bar.set_description(STAGES[bar.n])
+
+        stage()
+        run("convert", convert, "inspect", args.model)
+        bar.update()
+        stage()
+        sentence = analyze(args.model, analysis)
+        bar.update()
+        stage()
+        closed_form = calibrate(args.model, analysis, calibrated)
+        bar.update()
+        stage()
+        trained = distil(calibrated / EXPORT, distilled)
+        bar.update()
+        stage()
+        teacher = ask(skv.load(args.model), swiftkv=False)
+        bar.update()
+        stage()
+        model = skv.load(distilled / EXPORT)
+        student = ask(model, swiftkv=True)
+        bar.update()
+    print(f"\n{sentence}\n\n{side_by_side(teacher, student)}")
+    print(f"\n{table(model, closed_form, trained, (teacher, student))}")
+    print(f"\n{(time.time() - started) / 60:.0f} minutes in all; everything is in {folder}")
+    return cli.OK
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))
