@@ -56,8 +56,8 @@ def local_path(
 
     `revision` is a branch, a tag or a commit; None is `main`. Weights in safetensors are fetched,
     the tokenizer's files, chat templates and configs, and nothing else; without `weights`, not
-    those in safetensors. Raises `CheckpointError` if
-    this fails, `UsageError` for a revision of what is not on the Hub.
+    those in safetensors. Raises `CheckpointError` if this fails, `UsageError` for a revision of
+    what is not on the Hub.
     """
     if not is_repository(model):
         if revision is not None:
