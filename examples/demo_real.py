@@ -16,6 +16,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
@@ -35,18 +36,20 @@ from swiftkv_jax.train.output_folder import CALIBRATION, EXPORT
 DEFAULT_FOLDER = Path("runs/demo-real")
 BUDGET = "2%"
 """Of the teacher's perplexity, what the recommended cut may lose in closed form."""
-CALIBRATION_TOKENS = 65_536
+CALIBRATION_TOKENS = 36_864
 STEPS = 8
 EVALUATED = ["--max-length", "512", "--eval-batches", "2"]
 TRAINED = f"--batch-size 8 --learning-rate 5e-4 --remat none --max-steps {STEPS}".split()
-DOCUMENT = "Stock list. " + " ".join(
-    f"Shelf {number} holds {10 * number + 7} boxes of part {1000 + 37 * number}."
-    for number in range(1, 60)
+FACTS = (
+    "This chapter was written by Elena Vargas.",
+    "The chapter was reviewed in the city of Lisbon.",
+    "The code name of the next edition is Meridian.",
 )
+"""Sentences that stand at the beginning, in the middle and near the end of the document."""
 QUESTIONS = {
-    "How many boxes does shelf 12 hold?": "127",
-    "Which part is on shelf 31?": "2147",
-    "How many boxes does shelf 48 hold?": "487",
+    "Who wrote this chapter?": "Vargas",
+    "In which city was the chapter reviewed?": "Lisbon",
+    "What is the code name of the next edition?": "Meridian",
 }
 """Each with what a right answer holds."""
 NEW_TOKENS = 24
@@ -85,12 +88,21 @@ def distil(model: Path, output: Path) -> dict[str, Any]:
     return [row for row in rows if "eval_student_perplexity" in row][-1]
 
 
+def document() -> str:
+    """A chapter of Python's reference in English, about a thousand tokens, with the `FACTS`."""
+    paragraphs = topics["objects"].split("\n\n")
+    for place, fact in zip((1, len(paragraphs) // 2, -2), FACTS, strict=True):
+        paragraphs.insert(place, fact)
+    return "\n\n".join(paragraphs)
+
+
 def ask(model: skv.Model, *, swiftkv: bool) -> Answers:
-    """The answers to all `QUESTIONS` about `DOCUMENT`, greedy, one after the other."""
+    """The answers to all `QUESTIONS` about the document, greedy, one after the other."""
+    text = document()
     conversations = [
         encode_chat(
             model.tokenizer,
-            [{"role": "user", "content": f"{DOCUMENT}\n\n{question} Answer with the number."}],
+            [{"role": "user", "content": f"{text}\n\nQuestion: {question} Answer briefly."}],
         )
         for question in QUESTIONS
     ]
