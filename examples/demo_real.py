@@ -31,7 +31,7 @@ from swiftkv_jax.infer import Engine, EngineOptions
 from swiftkv_jax.infer.text import encode_chat
 from swiftkv_jax.train.__main__ import main as train
 from swiftkv_jax.train.data.sources import STDLIB
-from swiftkv_jax.train.output_folder import CALIBRATION, EXPORT
+from swiftkv_jax.train.output_folder import EXPORT
 
 DEFAULT_FOLDER = Path("runs/demo-real")
 BUDGET = "2%"
@@ -72,20 +72,20 @@ def analyze(model: str, output: Path) -> str:
     return json.loads((output / "analysis.json").read_text())["recommendation"]["sentence"]
 
 
-def calibrate(model: str, analysis: Path, output: Path) -> dict[str, Any]:
-    """Calibrate the recommended cut; returns the student's losses on held-out text."""
+def calibrate(model: str, analysis: Path, output: Path) -> None:
+    """Calibrate the recommended cut."""
     flags = ["--model", model, "--data", STDLIB, "--eval-data", STDLIB, *EVALUATED]
     flags += ["--calibration-tokens", str(CALIBRATION_TOKENS), "--analysis", str(analysis)]
     run("train", train, "calibrate", *flags, "--output-dir", str(output))
-    return json.loads((output / CALIBRATION).read_text())["held_out"]["calibrated"]
 
 
-def distil(model: Path, output: Path) -> dict[str, Any]:
-    """Distil the calibrated student; returns the last figures of its losses."""
+def distil(model: Path, output: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Distil the calibrated student; returns its evaluations before and after."""
     flags = ["--model", str(model), "--data", STDLIB, "--eval-data", STDLIB, *EVALUATED, *TRAINED]
     run("train", train, *flags, "--output-dir", str(output))
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "eval_student_perplexity" in row][-1]
+    evaluations = [row for row in rows if "eval_student_perplexity" in row]
+    return evaluations[0], evaluations[-1]
 
 
 def document() -> str:
@@ -133,8 +133,7 @@ def side_by_side(teacher: Answers, student: Answers) -> str:
 
 def table(
     student: skv.Model,
-    closed_form: dict[str, Any],
-    trained: dict[str, Any],
+    evaluations: tuple[dict[str, Any], dict[str, Any]],
     answers: tuple[Answers, Answers],
 ) -> str:
     """What the student costs and loses beside its teacher."""
@@ -146,10 +145,11 @@ def table(
         sum(expected in text for text, expected in zip(a.texts, QUESTIONS.values(), strict=True))
         for a in answers
     ]
-    perplexity = closed_form["teacher_perplexity"]
-
-    def lost(value: float) -> str:
-        return f"{value:.3f}  ({value / perplexity - 1:+.2%})"
+    perplexity = evaluations[0]["eval_teacher_perplexity"]
+    lost = [
+        f"{value:.3f}  ({value / perplexity - 1:+.2%})"
+        for value in (row["eval_student_perplexity"] for row in evaluations)
+    ]
 
     rows: list[tuple[str, ...]] = [
         ("", "teacher", "student"),
@@ -168,9 +168,9 @@ def table(
         (
             "held-out perplexity in closed form",
             f"{perplexity:.3f}",
-            lost(closed_form["perplexity"]),
+            lost[0],
         ),
-        (f"the same after {STEPS} steps", "", lost(trained["eval_student_perplexity"])),
+        (f"the same after {STEPS} steps", "", lost[1]),
         ("answers that are right", *(f"{count} of {len(QUESTIONS)}" for count in right)),
     ]
     return aligned(rows)
@@ -207,10 +207,10 @@ def main() -> int:
         sentence = analyze(args.model, analysis)
         bar.update()
         stage()
-        closed_form = calibrate(args.model, analysis, calibrated)
+        calibrate(args.model, analysis, calibrated)
         bar.update()
         stage()
-        trained = distil(calibrated / EXPORT, distilled)
+        evaluations = distil(calibrated / EXPORT, distilled)
         bar.update()
         stage()
         teacher = ask(skv.load(args.model), swiftkv=False)
@@ -220,7 +220,7 @@ def main() -> int:
         student = ask(model, swiftkv=True)
         bar.update()
     print(f"\n{sentence}\n\n{side_by_side(teacher, student)}")
-    print(f"\n{table(model, closed_form, trained, (teacher, student))}")
+    print(f"\n{table(model, evaluations, (teacher, student))}")
     print(f"\n{(time.time() - started) / 60:.0f} minutes in all; everything is in {folder}")
     return cli.OK
 
