@@ -20,6 +20,7 @@ def table(analysis: Analysis, num_layers: int) -> str:
         "g": lambda cut: str(cut.key_value_group_size),
         "M": lambda cut: str(cut.prompt_attention_layers),
         "taps": lambda cut: str(cut.boundary_taps),
+        "head": lambda cut: str(cut.exact_head),
         "generated": _generated,
         "KL": lambda cut: f"{cut.kl:.4f}",
         "agreement": lambda cut: f"{cut.agreement:.1%}",
@@ -29,7 +30,7 @@ def table(analysis: Analysis, num_layers: int) -> str:
         "KV bytes/token": lambda cut: f"{cut.kv_bytes_per_token:,}",
         "KV cache": lambda cut: f"{cut.kv_bytes_share:.1%}",
     }
-    for name in ("M", "taps"):
+    for name in ("M", "taps", "head"):
         if not any(columns[name](cut) != "0" for cut in analysis.cuts):
             del columns[name]
     if analysis.calibration_tokens:
@@ -79,8 +80,8 @@ def _describe_far(analysis: Analysis) -> str:
 
 
 def describe_dips(analysis: Analysis) -> list[str]:
-    """For each K whose keys dip the layers, their R2 as it is and as the measured students with a
-    tap or prompt layers have it; and whether previous-token heads are cut off."""
+    """For each K whose keys dip the layers, their R2 as it is and as the measured students with an
+    exact head have it; and whether previous-token heads are cut off."""
     lines = []
     for k, cuts in _by_k(analysis.cuts).items():
         base = cuts[0]
@@ -100,14 +101,12 @@ def describe_dips(analysis: Analysis) -> list[str]:
 
 
 def _by_k(cuts: Sequence[CutResult]) -> dict[int, list[CutResult]]:
-    """The students without groups of each K: the first as it is, the others with a tap or prompt
-    layers."""
+    """The students without groups of each K: the first as it is, the others with an exact head."""
     found: dict[int, list[CutResult]] = {}
     for cut in cuts:
-        improved = cut.prompt_attention_layers or cut.boundary_taps
         if cut.key_value_group_size == 1 and cut.layers:
             of_k = found.setdefault(cut.num_key_value_layers, [])
-            if improved or not of_k:
+            if cut.exact_head or not of_k:
                 of_k.append(cut)
     return found
 
@@ -116,7 +115,7 @@ def _improved(cut: CutResult) -> str:
     parts = ["a tap"] * cut.boundary_taps
     if cut.prompt_attention_layers:
         parts.append(f"M={cut.prompt_attention_layers}")
-    return " and ".join(parts)
+    return " and ".join(parts or ["an exact head"])
 
 
 def _r2(fits: Sequence[LayerFit], layers: Sequence[int]) -> str:

@@ -1,5 +1,5 @@
-"""Starts in closed form of the cuts whose boundary state has taps, or comes after the attention of
-some prompt layers, for `sweep`: as `calibration` makes them for one cut."""
+"""Starts in closed form of the cuts with an exact head, whose boundary state may have taps and come
+after the attention of some prompt layers, for `sweep`: as `calibration` makes them for one cut."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from ..attention import Attention
 from ..batch import Batch
 from ..calibration.maps import MapSums, sum_shardings, zero_sums
-from ..calibration.moments import Moments, products
+from ..calibration.moments import Moments, fitted_tokens, products
 from ..calibration.solve import ridge_map
 from ..config import Config, GeneratedKV
 from ..distributed import from_process_0
@@ -37,13 +37,15 @@ def boundary_kv(
     states: Callable[[], Iterable[States]],
     attention: Attention,
 ) -> Iterator[tuple[int, list[CutKV]]]:
-    """For M = 0, 1, ... as far as is asked for: the starts without and with a tap at K = `k`.
+    """For M = 0, 1, ... as far as is asked for: the starts with an exact head, without and with a
+    tap, at K = `k`.
 
     Each M costs two runs through `states`, of which M = 0 needs only one. Raises `ValueError` if
     they hold no token.
     """
     llama, mesh = fitter.llama, attention.mesh
     with_tap = config.cut(config.num_layers - fitter.size, boundary_taps=1)
+    with_tap = dataclasses.replace(with_tap, exact_head=1)
     shape = MAX_PROMPT_LAYERS, config.embed_dim, config.embed_dim
     maps = np.zeros(shape, llama.embed.dtype)
     for count in range(min(MAX_PROMPT_LAYERS, config.num_layers - k - 1) + 1):
@@ -98,13 +100,13 @@ def add_map(
     prompt: PromptLayers,
 ) -> MapSums:
     """`sums` with those of one more batch for the map of the layer after those of `prompt`."""
-    x, index = layer_of(inputs, first_upper), first_upper + prompt.number
-    states = boundary_states(config, attention, llama, batch, x, first_upper, prompt)
+    index = first_upper + prompt.number
+    states = boundary_states(config, attention, llama, batch, inputs, first_upper, prompt)
     y = layer_of(states, prompt.number)
     u = prompt_layer(config, attention, llama, batch, y, index, None)
     m = norm(config, u, layer_of(llama.lower.mlp_norm, index))
     left = layer_of(inputs, index + 1) - u
-    real = (batch.segment_ids > 0).astype(jnp.float32)[..., None]
+    real = fitted_tokens(config, batch.segment_ids).astype(jnp.float32)[..., None]
     counted = m.astype(jnp.float32) * real
     added = MapSums(
         inputs=products("BTD,BTE->DE", counted, m),

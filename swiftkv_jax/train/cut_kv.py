@@ -237,7 +237,7 @@ def add_cut(
     kinds, kind_of = scanned_kinds(length_config, tables, range(config.num_layers))
     x, first = layer_of(inputs, first_upper), first_upper
     if prompt is not None:
-        states = boundary_states(config, attention, llama, batch, x, first_upper, prompt)
+        states = boundary_states(config, attention, llama, batch, inputs, first_upper, prompt)
         x, first = layer_of(states, prompt.number), first_upper + prompt.number
     norm = layer_of(llama.lower.attn_norm, first)
     s = regressors(length_config, x, norm, batch.segment_ids)

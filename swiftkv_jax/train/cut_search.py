@@ -4,12 +4,12 @@
 2. Where no cuts are named, those between the lowest K that is within the budget and the one below
    it, by bisection.
 3. From there down, one K after the other as long as one of its students is within the budget: first
-   without, then with a tap and prompt layers, from the cheapest on, up to the first that is within
-   it. Students that cost more than one that is within the budget are left out.
+   without, then with an exact head, a tap and prompt layers, from the cheapest on, up to the first
+   that is within it. Students that cost more than one that is within the budget are left out.
 4. The same, all of them, for the largest other K at which the keys of some layers dip.
 
-In 3 and 4 a student is measured if what its keys leave unexplained is less than that of all cheaper
-ones at the same K: R2 comes with the fit, losses take a pass of the student.
+In 3 and 4 a student with an exact head is measured if what its keys leave unexplained is less than
+that of all cheaper ones at the same K: R2 comes with the fit, losses take a pass of the student.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ def search(
             cut.generated_kv,
             cut.prompt_attention_layers,
             cut.boundary_taps,
+            cut.exact_head,
         ),
     )
 
@@ -140,13 +141,13 @@ class _Search:
         return self._improve(k, limit, every=False)
 
     def _improve(self, k: int, limit: float, *, every: bool) -> bool:
-        """Whether a student at `k` with a tap or prompt layers, which cost less than `limit`, is
-        within the budget. `every`: those after it are measured too."""
-        left, holds = _unexplained(self.base[k].layers), False
+        """Whether a student at `k` with an exact head, which costs less than `limit`, is within the
+        budget. `every`: those after it are measured too."""
+        left, holds = float("inf"), False
         for layers, starts in self.sweep.improved_starts(k, self.generated):
             for taps, start in enumerate(starts):
-                cut = self.sweep.at(k, 1, self.generated, layers, taps)
-                if self.sweep.cost(cut) >= limit or (not layers and not taps):
+                cut = self.sweep.at(k, 1, self.generated, layers, taps, 1)
+                if self.sweep.cost(cut) >= limit:
                     continue
                 if _unexplained(start.layers) > (1 - LEAST_GAIN) * left:
                     continue
@@ -155,7 +156,7 @@ class _Search:
                 holds |= self.holds(self.added[-1])
                 if holds and not every:
                     return True
-            following = self.sweep.at(k, 1, self.generated, layers + 1)
+            following = self.sweep.at(k, 1, self.generated, layers + 1, 0, 1)
             if self.sweep.cost(following) >= limit:
                 break
         return holds

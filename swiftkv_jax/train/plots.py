@@ -89,7 +89,7 @@ def _draw_cuts(
 
 
 def _is_improved(cut: CutResult) -> bool:
-    return bool(cut.prompt_attention_layers or cut.boundary_taps)
+    return cut.exact_head > 0
 
 
 def _is_same(cut: CutResult, recommendation: Recommendation) -> bool:

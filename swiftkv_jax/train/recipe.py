@@ -235,6 +235,7 @@ CUT = (
     "key_value_group_size",
     "prompt_attention_layers",
     "boundary_taps",
+    "exact_head",
     "generated_kv",
     "exact_tail",
 )

@@ -97,6 +97,7 @@ class Recommendation:
     key_value_group_size: int
     prompt_attention_layers: int
     boundary_taps: int
+    exact_head: int
     generated_kv: GeneratedKV
     exact_tail: int
     prefill_flops_share: float
@@ -162,6 +163,7 @@ class Recommendation:
             "key_value_group_size": 1,
             "prompt_attention_layers": 0,
             "boundary_taps": 0,
+            "exact_head": 0,
             "generated_kv": "boundary",
             "exact_tail": 0,
         }
@@ -182,8 +184,10 @@ def describe_cut(cut: CutResult | Recommendation, num_layers: int) -> str:
         parts.append(f"the attention of {count} more layer{'s' * (count > 1)}")
     if cut.boundary_taps:
         parts.append("a tap")
+    if cut.exact_head:
+        parts.append("an exact head")
     if parts:
-        text += f" with {' and '.join(parts)}"
+        text += f" with {', '.join(parts)}"
     tail = f" and a tail of {cut.exact_tail}" if cut.exact_tail else ""
     return f"{text}, generated_kv {cut.generated_kv}{tail}"
 

@@ -55,6 +55,7 @@ class CutResult:
     key_value_group_size: int
     prompt_attention_layers: int
     boundary_taps: int
+    exact_head: int
     generated_kv: GeneratedKV
     exact_tail: int
     tokens: int
@@ -169,7 +170,8 @@ class Sweep:
         return Fitter(self.config, self.llama, size, self.attention.mesh)
 
     def improved_starts(self, k: int, generated: GeneratedKV) -> Iterator[tuple[int, list[CutKV]]]:
-        """For M = 0, 1, ... the starts without and with a tap, see `cut_boundary.boundary_kv`."""
+        """For M = 0, 1, ... the starts with an exact head, without and with a tap, see
+        `cut_boundary.boundary_kv`."""
         states = self._calibration
         return boundary_kv(self.config, self._fitter, k, generated, states, self.attention)
 
@@ -180,12 +182,14 @@ class Sweep:
         generated: GeneratedKV = "boundary",
         layers: int = 0,
         taps: int = 0,
+        head: int = 0,
     ) -> Config:
         """The architecture of a student. Raises `ConfigError` if the model cannot be cut so."""
         return dataclasses.replace(
             self.config.cut(k, g),
             prompt_attention_layers=layers,
             boundary_taps=taps,
+            exact_head=head,
             generated_kv=generated,
             exact_tail=self.exact_tail if generated == "own" else 0,
         )
@@ -200,6 +204,8 @@ class Sweep:
     def measure(self, cut: Config, start: CutKV) -> CutResult:
         """Run the student from `start`, made for `cut`, over the measured text."""
         own_from, parts, counts = None, [], []
+        # One program for every K: of the cut, it sees only whether there is a head.
+        config = dataclasses.replace(self.config.cut(self.lowest), exact_head=cut.exact_head)
         for (batch, inputs, last), far, mask, far_mask in zip(
             self._measured(), self._far, self._masks, self._far_masks, strict=True
         ):
@@ -211,7 +217,7 @@ class Sweep:
                 batch = dataclasses.replace(batch, loss_mask=placed)
             first, arguments = jnp.int32(cut.num_lower_layers), (batch, far, inputs, last)
             sums = cut_sums(
-                self.config,
+                config,
                 self.attention,
                 own_from,
                 self.llama,
@@ -238,6 +244,7 @@ class Sweep:
             key_value_group_size=cut.key_value_group_size,
             prompt_attention_layers=cut.prompt_attention_layers,
             boundary_taps=cut.boundary_taps,
+            exact_head=cut.exact_head,
             generated_kv=cut.generated_kv,
             exact_tail=cut.exact_tail,
             tokens=int(tokens),

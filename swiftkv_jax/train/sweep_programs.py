@@ -15,9 +15,9 @@ from jaxtyping import Array, Float, Int
 
 from ..attention import Attention
 from ..batch import Batch
-from ..boundary import project_kv
+from ..boundary import first_tokens, project_kv
 from ..config import Config
-from ..decoder_layers import attention_layer, cross_layer, self_layer
+from ..decoder_layers import attention_layer, cross_layer, kv_projections, self_layer
 from ..layers import embed, finish_logits, head_weights, norm
 from ..packed_attention import head_major, packed_attention, packed_reader
 from ..params import Llama, SwiftKV
@@ -99,17 +99,21 @@ def boundary_states(
     attention: Attention,
     llama: Llama,
     batch: Batch,
-    x: Float[Array, "B T D"],
+    inputs: Float[Array, "L B T D"],
     first_upper: Int[Array, ""],
     prompt: PromptLayers,
 ) -> Float[Array, "S+1 B T D"]:
     """The hidden states of a prompt that enter each of the prompt layers, and the one after the
-    last, from `x`, the one that enters layer K; zeros behind it."""
+    last, from the teacher's `inputs` of layer K; zeros behind it. An exact head has the
+    teacher's."""
+    x, first = layer_of(inputs, first_upper), first_tokens(batch.segment_ids)[..., None]
     states = jnp.zeros((len(prompt.maps) + 1, *x.shape), x.dtype).at[0].set(x)
 
     def step(index, states):
         args = config, attention, llama, batch, layer_of(states, index), first_upper + index
         y = prompt_layer(*args, layer_of(prompt.maps, index))
+        if config.exact_head:
+            y = jnp.where(first, layer_of(inputs, first_upper + index + 1), y)
         return jax.lax.dynamic_update_index_in_dim(states, y, index + 1, 0)
 
     return jax.lax.fori_loop(0, prompt.number, step, states)
@@ -158,15 +162,17 @@ def cut_sums(
 
     The teacher is `last`. The upper layers' keys and values of the student are projected by the
     entries of `kv` in turn. From position `own_from` on tokens keep their own; what comes before
-    is then a prompt, whose predictions do not count and are not computed. None: no token does.
+    is then a prompt, whose predictions do not count and are not computed. None: no token does, but
+    an exact head, where `config` has one.
     """
     config = config.at_length(batch.tokens.shape[1])
     mesh, tables = attention.mesh, rope_tables(config, batch.positions)
     kinds, kind_of = scanned_kinds(config, tables, range(config.num_layers))
     first, segment_ids = own_from or 0, batch.segment_ids
+    is_first = first_tokens(segment_ids)[:, None, :, None]
     states = layer_of(inputs, first_upper)[None]
     if prompt is not None:
-        states = boundary_states(config, attention, llama, batch, states[0], first_upper, prompt)
+        states = boundary_states(config, attention, llama, batch, inputs, first_upper, prompt)
 
     def padded(q):
         return jnp.pad(q, ((0, 0), (first, 0), (0, 0), (0, 0))) if first else q
@@ -189,6 +195,12 @@ def cut_sums(
         k, v = (
             heads[0] for heads in project_kv(config, delta, layer_of(states, at), rope, segment_ids)
         )
+        if config.exact_head:
+            h = norm(config, layer_of(inputs, index), block.attn_norm)
+            k, v = (
+                jnp.where(is_first, head_major(mine), shared)
+                for mine, shared in zip(kv_projections(config, qkv, h, rope), (k, v), strict=True)
+            )
         read = packed_reader(config, attention, segment_ids, window)
         if own_from is None:
             x = cross_layer(config, block, qkv, x, rope, lambda q: read(q, k, v), attention)

@@ -1,4 +1,5 @@
-"""Students with taps and prompt layers in a sweep: equal to building each and running it."""
+"""Students with exact heads, taps and prompt layers in a sweep: equal to building each and running
+it."""
 
 import dataclasses
 from typing import Any
@@ -59,7 +60,7 @@ def test_a_student_equals_that_of_calibration(generated, sweep):
     compare = jax.jit(distill_sums, static_argnums=0, static_argnames="objective")
     for layers, starts in sweep.improved_starts(2, generated):
         for taps, start in enumerate(starts):
-            cut = sweep.at(2, 1, generated, layers, taps)
+            cut = sweep.at(2, 1, generated, layers, taps, 1)
             found = sweep.measure(cut, start)
             llama, fit = student(cut)
             np.testing.assert_allclose(

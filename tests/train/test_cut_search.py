@@ -20,17 +20,18 @@ def fits(k: int, r2: dict[int, float]) -> list[LayerFit]:
 
 class Made:
     """A sweep of a model whose losses fall by half with each layer. A tap is worth 1.4 layers, each
-    prompt layer half of one; keys dip below K = 17."""
+    prompt layer half of one, an exact head 0.3; keys dip below K = 17."""
 
     config = SimpleNamespace(num_layers=LAYERS)
     init = "closed-form"
     far_tokens = 1000
 
     def __init__(self) -> None:
-        self.asked: list[tuple[int, int, int]] = []
+        self.asked: list[tuple[int, ...]] = []
+        """(K, M, taps), and 1 with an exact head."""
 
-    def at(self, k, g=1, generated="boundary", layers=0, taps=0):
-        return SimpleNamespace(k=k, layers=layers, taps=taps, generated=generated, g=g)
+    def at(self, k, g=1, generated="boundary", layers=0, taps=0, head=0):
+        return SimpleNamespace(k=k, layers=layers, taps=taps, head=head, generated=generated, g=g)
 
     def cost(self, cut):
         return (cut.k + 0.7 * cut.layers + 0.2 * cut.taps) / LAYERS
@@ -48,8 +49,9 @@ class Made:
         return fits(k, dict.fromkeys(range(LAYERS), 0.94 + gain) | dip)
 
     def measure(self, cut_, start):
-        self.asked.append((cut_.k, cut_.layers, cut_.taps))
-        lost = 0.02 * 2 ** (20.5 - cut_.k - 1.4 * cut_.taps - 0.5 * cut_.layers)
+        assert cut_.head or not (cut_.layers or cut_.taps)
+        self.asked.append((cut_.k, cut_.layers, cut_.taps, cut_.head)[: 3 + cut_.head])
+        lost = 0.02 * 2 ** (20.5 - cut_.k - 0.3 * cut_.head - 1.4 * cut_.taps - 0.5 * cut_.layers)
         return cut(
             cut_.k,
             self.cost(cut_),
@@ -57,6 +59,7 @@ class Made:
             lost,
             prompt_attention_layers=cut_.layers,
             boundary_taps=cut_.taps,
+            exact_head=cut_.head,
             generated_kv=cut_.generated,
             layers=start.layers,
         )
@@ -82,10 +85,11 @@ def test_from_all_cuts_to_the_edge_of_the_budget(made):
     assert made.asked == [
         *((k, 0, 0) for k, _ in grid),
         *[(20, 0, 0), (21, 0, 0)],  # bisection: K = 21 is within the budget
-        (20, 0, 1),  # within the budget: no prompt layers
-        *[(19, 0, 1), (19, 1, 1)],  # those without a tap explain less than that with one
-        *[(18, 0, 0), (18, 0, 1), (18, 1, 1), (18, 2, 1)],  # three prompt layers cost too much
-        *[(15, 0, 1), (15, 1, 1), (15, 2, 1), (15, 3, 1)],  # the dip
+        *[(20, 0, 0, 1), (20, 0, 1, 1)],  # within the budget: no prompt layers
+        *[(19, 0, 0, 1), (19, 0, 1, 1)],  # those without a tap explain less than that with one
+        (18, 0, 0),
+        *[(18, 0, 0, 1), (18, 0, 1, 1), (18, 1, 1, 1)],  # two prompt layers cost too much
+        *[(15, 0, 0, 1), (15, 0, 1, 1), (15, 1, 1, 1), (15, 2, 1, 1), (15, 3, 1, 1)],  # the dip
     ]
     assert len(found) == len(made.asked)
     assert found == sorted(found, key=lambda cut: cut.num_key_value_layers)
@@ -93,7 +97,7 @@ def test_from_all_cuts_to_the_edge_of_the_budget(made):
 
 def test_no_other_cuts_than_those_named(made):
     search(made, [(20, 1), (22, 1)], ("own",), Budget(0.02, None), named=True)
-    assert made.asked == [(20, 0, 0), (22, 0, 0), (20, 0, 1)]
+    assert made.asked == [(20, 0, 0), (22, 0, 0), (20, 0, 0, 1), (20, 0, 1, 1)]
 
 
 def test_groups_are_measured_for_boundary_alone(made):
@@ -104,7 +108,7 @@ def test_groups_are_measured_for_boundary_alone(made):
 def test_too_few_far_tokens_do_not_count(made):
     made.far_tokens = 10
     search(made, [(20, 1), (22, 1)], ("own",), Budget(0.02, 1e-9), named=True)
-    assert (20, 0, 1) in made.asked, "22 is within the budget"
+    assert (20, 0, 1, 1) in made.asked, "22 is within the budget"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ def cut(k: int, prefill: float, perplexity: float, far: float | None, **fields: 
         "key_value_group_size": 1,
         "prompt_attention_layers": 0,
         "boundary_taps": 0,
+        "exact_head": 0,
         "generated_kv": "own",
         "exact_tail": 64,
         "tokens": 1000,
