@@ -308,6 +308,7 @@ def analysis(path: Path, data: str = "analysis.json") -> None:
     older = {  # of a file from before students had these
         "prompt_attention_layers": 0,
         "boundary_taps": 0,
+        "exact_head": 0,
         "generated_kv": "boundary",
         "exact_tail": 0,
         "tokens": found["tokens"],
