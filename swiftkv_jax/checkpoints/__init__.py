@@ -16,15 +16,16 @@ from jax.sharding import Mesh
 
 from ..config import Config
 from ..errors import CheckpointError
-from ..model import Model
+from ..model import AuxiliaryFiles, Model
 from . import foreign
+from .auxiliary import read_auxiliary_files
 from .gguf_file import is_gguf
 from .gguf_read import gguf_files, load_gguf, open_gguf
 from .hf_read import load_hf, open_hf, save_hf
 from .orbax_io import MANIFEST, load_orbax, open_orbax, save
 from .source import Quantization, Source
 
-__all__ = ["Kind", "kind_of", "load", "open_any", "save", "save_hf"]
+__all__ = ["Kind", "kind_of", "load", "open_any", "save", "save_hf", "auxiliary_files_of"]
 
 Kind = Literal["Orbax", "Hugging Face", "GGUF"]
 
@@ -58,16 +59,30 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
     path = Path(path)
     if not path.exists():
         raise CheckpointError(f"{path}: {foreign.missing(path)}")
-    if not path.is_dir():
-        if is_gguf(path):
-            return "GGUF"
-        raise CheckpointError(f"{path}: {foreign.not_a_directory(path)}")
     if (path / MANIFEST).is_file():
         return "Orbax"
-    if gguf_files(path) and not any(path.glob("*.safetensors")):
+    if _is_gguf(path):
         return "GGUF"
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: {foreign.not_a_directory(path)}")
     if (path / "config.json").is_file():
         return "Hugging Face"
     looked_for = f"{MANIFEST} (written by save), config.json (Hugging Face) and a GGUF file"
     reason = foreign.without_weights(path) or f"not a checkpoint: looked for {looked_for}"
     raise CheckpointError(f"{path}: {reason}")
+
+
+def auxiliary_files_of(path: Path) -> tuple[Config, AuxiliaryFiles, tuple[int, ...]]:
+    """The config, the files beside the weights, and the end tokens of a checkpoint, whose weights
+    may be absent unless it is a GGUF file. Raises `CheckpointError`."""
+    if _is_gguf(path):
+        opened = open_gguf(path)
+        return opened.config, opened.auxiliary_files, opened.eos_token_ids
+    return read_auxiliary_files(path)
+
+
+def _is_gguf(path: Path) -> bool:
+    """Whether this is a GGUF file, or a folder whose only weights are in one."""
+    if path.is_dir():
+        return bool(gguf_files(path)) and not any(path.glob("*.safetensors"))
+    return path.is_file() and is_gguf(path)

@@ -71,9 +71,9 @@ def read_tokenizer(path: Path, contents: Mapping[str, bytes], hf_config: Mapping
 
 
 def _source(file: Path, content: bytes) -> dict[str, Any]:
-    """The argument of transformers for a tokenizer.json, which is no file where it was made from
-    something else."""
-    if file.is_file():  # an object would be copied
+    """The argument of transformers for a tokenizer.json: its file, or where it was made from
+    something else, an object."""
+    if file.is_file() and file.read_bytes() == content:  # an object would be copied
         return {"tokenizer_file": str(file)}
     from tokenizers import Tokenizer
 

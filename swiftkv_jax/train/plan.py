@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from ..batch import Batch
-from ..checkpoints.auxiliary import read_auxiliary_files
+from ..checkpoints import auxiliary_files_of
 from ..checkpoints.foreign import missing
 from ..cli.exit import OK
 from ..config import Config
@@ -81,7 +81,7 @@ def planned_model(
             f"{recipe.model}: {missing(Path(recipe.model))}; shapes that are known by name: "
             f"{', '.join(PRESETS)}"
         )
-    config = cut_model(recipe, preset or read_auxiliary_files(Path(recipe.model))[0])
+    config = cut_model(recipe, preset or auxiliary_files_of(Path(recipe.model))[0])
     if topology is not None:
         os.environ.update(ENVIRONMENT)
         jax.config.update("jax_platforms", "cpu")

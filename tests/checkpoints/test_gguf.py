@@ -14,6 +14,7 @@ import swiftkv_jax as skv
 from swiftkv_jax import CheckpointError, ConfigError, checkpoints
 from swiftkv_jax.__main__ import main
 from swiftkv_jax.checkpoints import gguf_file, open_any
+from swiftkv_jax.checkpoints.auxiliary import load_tokenizer
 from tests import tiny
 from tests.checkpoints import gguf_files
 from tests.checkpoints.gguf_files import CONTROL, NONE, UNUSED, USER_DEFINED
@@ -22,6 +23,7 @@ from tests.checkpoints.hf_models import assert_same_models
 LLAMA = tiny.hf_config(
     model_type="llama", num_key_value_layers=0, rope_theta=5e5, hidden_size=64, head_dim=16
 )
+DRY = "--num-key-value-layers 3 --max-steps 4 --max-length 64".split()
 TOKENIZER = gguf_files.byte_pairs(
     "llama-bpe",
     ["h e", "l l", "he ll", "Ġ w"],
@@ -264,6 +266,24 @@ def test_conversions(folder, tmp_path, capsys):
     capsys.readouterr()
     assert main(["convert", "inspect", path]) == 0
     assert capsys.readouterr().out.startswith("kind                   GGUF\n")
+
+
+def test_a_plan_of_training(folder, capsys):
+    """What needs no weights reads none."""
+    path = str(folder / "llama.gguf")
+    assert main(["train", "--dry-run", "--model", path, *DRY]) == 0
+    plan = capsys.readouterr().out
+    assert main(["train", "--dry-run", "--model", str(folder / "hf"), *DRY]) == 0
+    assert capsys.readouterr().out == plan
+
+
+def test_the_tokenizer_is_the_files_own(folder, tmp_path):
+    """In a folder with a tokenizer.json of another model, too."""
+    llama_file(tmp_path / "a.gguf", tensors(), TOKENIZER)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    _, files, ends = checkpoints.auxiliary_files_of(tmp_path)
+    assert load_tokenizer(tmp_path, files).encode("hell") == [260, 258] and ends == (261,)
+    assert checkpoints.auxiliary_files_of(folder / "hf")[0] == open_any(folder / "hf").config
 
 
 # Refused ----------------------------------------------------------------------

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from ...cache import cache_dtype
-from ...checkpoints.auxiliary import read_auxiliary_files
+from ...checkpoints import auxiliary_files_of
 from ...checkpoints.hub import local_path
 from ...cli.devices import setup_devices
 from ...cli.model_loading import load_model, read_model
@@ -168,12 +168,12 @@ def _dummy_config(options: BenchOptions) -> tuple[Config, str]:
     if name in PRESETS:
         return PRESETS[name], name
     folder = local_path(name, options.model.revision, weights=False)
-    if not (folder / "config.json").is_file():
+    if not folder.is_file() and not (folder / "config.json").is_file():
         raise UsageError(
             f"`config`={name}: neither a preset ({', '.join(PRESETS)}) nor a folder with a "
             f"config.json"
         )
-    return read_auxiliary_files(folder)[0], name
+    return auxiliary_files_of(folder)[0], name
 
 
 # Memory -----------------------------------------------------------------------

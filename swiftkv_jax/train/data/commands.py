@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from ... import cli
-from ...checkpoints.auxiliary import load_tokenizer, read_auxiliary_files
+from ...checkpoints import auxiliary_files_of
+from ...checkpoints.auxiliary import load_tokenizer
 from ...checkpoints.hub import local_path
 from ...errors import UsageError
 from .dataset import PackedDataset, is_packed_dataset
@@ -83,7 +84,7 @@ def show(args: argparse.Namespace) -> int:
 
 def _tokenizer(args: argparse.Namespace) -> Any:
     model = local_path(args.model, args.revision, weights=False)
-    tokenizer = load_tokenizer(model, read_auxiliary_files(model)[1])
+    tokenizer = load_tokenizer(model, auxiliary_files_of(model)[1])
     if tokenizer is None:
         raise UsageError(f"`model`={args.model}: it has no tokenizer")
     return tokenizer
