@@ -113,7 +113,7 @@ def _options(recipe: Recipe) -> AnalyzeOptions:
         model=recipe.model,
         data=recipe.data,
         groups=str(recipe.key_value_group_size or 1),
-        generated_kv=recipe.generated_kv,
+        generated_kv=recipe.generated_kv or ("own" if recipe.exact_tail else None),
         exact_tail=recipe.exact_tail,
         max_length=min(recipe.max_length, AnalyzeOptions.max_length),
         mesh=recipe.mesh,

@@ -290,7 +290,7 @@ def test_training_is_no_remedy_for_own(group, keep_delta, remedy, caplog):
 
 
 BAD_INPUT = {
-    "--exact-tail 4 --output-dir out": "--exact-tail 4 needs --generated-kv own",
+    "--num-key-value-layers 3 --exact-tail 4 --output-dir o": "--exact-tail 4 needs --generated-kv",
     "--generated-kv own --exact-tail 9999 --output-dir out": "--exact-tail 9999: this model has",
     "--topology h200:1 --output-dir out": "--topology goes with --dry-run",
     "--num-key-value-layers 6 --output-dir out": "nothing is left to distil",
