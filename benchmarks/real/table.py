@@ -26,6 +26,7 @@ _COLUMNS = (
     *(task.name for task in documents.TASKS),
     "HumanEval",
 )
+_TITLES = {"english": "English", "code": "code"}
 _SHORT = 0, 1, 2, 3, 4, 5, 6, 9, 10
 """Columns of the table for the README."""
 
@@ -35,10 +36,11 @@ LEGEND = (
     f"tokens after a prompt of {PROMPT}, in rows of {LENGTH} of held-out packages; KL and "
     f"agreement are means of both. `far` are the nats lost on far tokens of both. The next three "
     f"columns are the share of questions whose answer is right in every token, student minus "
-    f"teacher, in points: `recall` of values in a register, `questions` about people, and "
-    f"`identifiers` to complete, over documents of 512 to 4,096 tokens. The last is the same of "
-    f"functions of HumanEval that pass their tests. ± is one standard error of the paired "
-    f"difference. Students without a number of tokens are in closed form."
+    f"teacher, in points, and the nats lost on an answer: `recall` of values in a register, "
+    f"`questions` about people, and `identifiers` to complete, over documents of 512 to 4,096 "
+    f"tokens. The last is the share of functions of HumanEval that pass their tests. ± is one "
+    f"standard error of the paired difference. Students without a number of tokens are in closed "
+    f"form."
 )
 
 
@@ -87,7 +89,7 @@ def _describe(found: Sequence[dict[str, Any]]) -> str:
     model, settings = found[-1]["model"], found[-1]["settings"]
     cell = found[-1]["cells"][0]
     texts = ", ".join(
-        f"{text['teacher_perplexity']:.2f} on {text['tokens']:,} tokens of {kind}"
+        f"{text['teacher_perplexity']:.2f} on {text['tokens']:,} tokens of {_TITLES[kind]}"
         for kind, text in cell["texts"].items()
     )
     tasks = ", ".join(
@@ -133,7 +135,7 @@ def _line(cell: Cell, layers: int) -> tuple[str, ...]:
         f"{kl:.3f}",
         f"{agreement:.1%}",
         _far(cell),
-        *(_points(cell["tasks"].get(task.name)) for task in documents.TASKS),
+        *(_answers(cell["tasks"].get(task.name)) for task in documents.TASKS),
         _points(cell.get("human_eval")),
     )
 
@@ -144,9 +146,18 @@ def _percent(figure: dict[str, float]) -> str:
 
 def _far(cell: Cell) -> str:
     far = cell["far"]
-    if not far["tokens"]:
-        return "none"
-    return f"{far['lost']['value']:+.2f} ± {far['lost']['stderr']:.2f}"
+    return _nats(far["lost"]) if far["tokens"] else "none"
+
+
+def _answers(found: dict[str, Any] | None) -> str:
+    """The difference of two shares, in points, and the nats lost on an answer."""
+    if found is None:
+        return ""
+    return f"{_points(found)}, {_nats(found['lost'])}"
+
+
+def _nats(figure: dict[str, float]) -> str:
+    return f"{figure['value']:+.2f} ± {figure['stderr']:.2f}"
 
 
 def _points(found: dict[str, Any] | None) -> str:

@@ -284,7 +284,8 @@ def test_table():
         "agreement": {"value": 0.9, "stderr": 0.0},
     }
     task = {"questions": 44, "teacher": 0.75, "student": 0.5} | {
-        "difference": {"value": -0.25, "stderr": 0.0653}
+        "difference": {"value": -0.25, "stderr": 0.0653},
+        "lost": {"value": 0.6, "stderr": 0.07},
     }
     figures = {
         "prefill_share": 0.6042,
@@ -310,7 +311,7 @@ def test_table():
     lines = [line for line in section.splitlines() if line.startswith("| ")][2:]
     assert lines[0] == (
         "| 20 (67%) | closed form | `own`, tail 64 |  | 60.4% | +1.2% ± 0.4 | +1.2% ± 0.4 | 0.012 "
-        "| 90.0% | +0.66 ± 0.05 | -25 ± 7 | -25 ± 7 | -25 ± 7 | -25 ± 7 |"
+        "| 90.0% | +0.66 ± 0.05 |" + " -25 ± 7, +0.60 ± 0.07 |" * 3 + " -25 ± 7 |"
     )
     starts = ["| 15 (50%) | closed form | `boundary` |  |"]
     starts += ["| 15 (50%) | tap, attention of 2 | `own`, tail 64 | 0.26M |"]
