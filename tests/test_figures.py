@@ -1,0 +1,80 @@
+"""The figures in the README and the pages are those that were measured."""
+
+import jax.numpy as jnp
+
+from benchmarks import measurements, recorded
+from benchmarks.on_gpu import part_rows
+from benchmarks.result_files import all_of, real_documents
+from swiftkv_jax.cache import bytes_per_token
+from swiftkv_jax.presets import PRESETS
+from swiftkv_jax.train.far_tokens import MAX_FAR_LOSS
+from tests.compile import test_bundles
+from tests.test_docs import README, ROOT, blocks, text_of
+
+
+def test_figures_of_the_readme_are_the_measured_ones():
+    readme = text_of(README)
+    (block,) = (block for block in blocks(README, "") if "prefill FLOPs" in block)
+    assert len(block.splitlines()) == 4
+    assert set(block.splitlines()) <= set(recorded.DEMO.splitlines())
+    asserted = dict((what, how) for what, how, _ in recorded.ASSERTED)
+    assert "0.535 of the teacher's" in asserted.values()
+    assert "0.535 of the teacher's" in readme
+    rows = part_rows(all_of("serve, H100"), "prefill")
+    student = next(row for row in rows if row["cell"]["input_len"] == 8192)
+    assert (
+        f"8,192 tokens, one H100 | {student['speed_up']:.2f} times as fast: "
+        f"{round(student['tokens_per_s'], -2):,.0f} tokens/s; first token "
+        f"{student['ttft_speed_up']:.2f} times as fast, after {1e3 * student['ttft']:.0f} ms "
+        "| measured,"
+    ) in readme
+    student = part_rows(all_of("serve, H100"), "offline")[0]
+    rate = round(student["tokens_per_s"], -2)
+    assert f"and GPU | {student['speed_up']:.2f} times as fast: {rate:,.0f} tok" in readme
+    shares = [
+        1 / row["speed_up"]
+        for part in ("decode", "decode-2k", "decode-2k-fp8")
+        for row in part_rows(all_of("serve, H100"), part)
+        if "speed_up" in row
+    ]
+    assert f"measured on one H100 ({min(shares):.2f} to {max(shares):.2f} of it)" in readme
+    config = PRESETS["llama-3.1-8b"]
+    whole, two, four = (
+        bytes_per_token(config.cut(16, group), jnp.bfloat16) // 1024 for group in (1, 2, 4)
+    )
+    assert f"{whole} KiB; groups of two {two}, groups of four {four}" in readme
+
+
+def test_students_of_a_real_model_in_the_readme_are_the_measured_ones():
+    (document,) = real_documents()
+    layers, rows = document["model"]["layers"], []
+    for cell in document["cells"]:
+        above = [f"{100 * text['above']['value']:.1f} %" for text in cell["texts"].values()]
+        far = cell["far"]["lost"]["value"]
+        lost = [
+            f"{100 * cell['tasks'][task]['difference']['value']:+.0f} points".replace("+0", "0")
+            for task in ("recall", "identifiers")
+        ]
+        rows.append(
+            f"| {cell['num_key_value_layers']} of {layers} | {100 * cell['prefill_share']:.0f} % | "
+            f"{', '.join(above)} | {far:.2f} nats{' *' * (far > MAX_FAR_LOSS)} | "
+            f"{', '.join(lost)} |"
+        )
+    shown = [line for line in text_of(README).splitlines() if f" of {layers} | " in line]
+    assert len(shown) == 4 and set(shown) <= set(rows)
+    tasks = document["cells"][0]["tasks"]
+    assert f"{tasks['recall']['teacher']:.0%}" == "70%"
+    assert f"{tasks['identifiers']['teacher']:.0%}" == "30%"
+
+
+def test_figures_of_the_pages_are_the_measured_ones():
+    loss = measurements.loss_figures()
+    training = " ".join(text_of(ROOT / "docs" / "training.md").split())
+    fused, naive = f"{loss['forward, fused']:.2f}", f"{loss['forward, naive']:.1f}"
+    assert f"{fused} GiB instead of {naive} for" in training
+    kernels = text_of(ROOT / "docs" / "kernels-internals.md")
+    assert f"most {measurements.kv_projection_figure()} of a prefill chunk's time" in kernels
+    for (chip, cache_format), (positions, *bundles) in test_bundles.DECODE.items():
+        cycles = round(test_bundles.copy_cycles(chip, cache_format, positions))
+        cells = chip, cache_format, positions, *bundles, f"{cycles:,}"
+        assert f"| {' | '.join(map(str, cells))} |" in kernels
