@@ -98,5 +98,6 @@ def test_plans_and_analysis(teacher, tmp_path, capsys):
     args = ["--model", str(path), "--data", str(data), *flags, "--output-dir", str(output)]
     assert main(["analyze", *args]) == 0
     found = json.loads((output / "analysis.json").read_text())["cuts"]
-    assert [(cut["num_key_value_layers"], cut["key_value_group_size"]) for cut in found] == [(3, 1)]
-    assert np.isfinite(found[0]["kl"])
+    cuts = {(cut["num_key_value_layers"], cut["key_value_group_size"]) for cut in found}
+    assert cuts == {(3, 1)}, "groups of 3 have no closed form: keys have norms"
+    assert all(np.isfinite(cut["kl"]) for cut in found)
