@@ -69,7 +69,8 @@ def build_model_runner(
     two_caches = serves_two_caches(served, kv)
     own_kv = kv != "boundary" or served.exact_head > 0
     if swiftkv and own_kv:
-        _check_own_kv(model, two_caches)
+        needs = "`generated_kv`=own" if kv != "boundary" else "`exact_head`=1"
+        _check_own_kv(model, two_caches, needs)
     dtype = cache_dtype(options.kv_cache_dtype, model.dtype)
     # All arrays are committed to their devices from the start, because a program compiled for
     # uncommitted arrays is a different one.
@@ -126,14 +127,15 @@ def build_model_runner(
     )
 
 
-def _check_own_kv(model: Model, two_caches: bool) -> None:
-    """Raise `UsageError` for a student whose tokens cannot keep their own keys and values."""
+def _check_own_kv(model: Model, two_caches: bool, needs: str) -> None:
+    """Raise `UsageError` for a student whose tokens cannot keep their own keys and values, which
+    the option `needs`."""
     upper = model.llama.upper_qkv
     if upper is None or (two_caches and upper.q is None):
         needed = "q, k and v" if two_caches else "k and v"
         raise UsageError(
-            f"`generated_kv`=own and `exact_head`=1 need the teacher's upper {needed}, which this "
-            f"model was saved or loaded without"
+            f"{needs} needs the teacher's upper {needed}, which this model was saved or loaded "
+            f"without"
         )
 
 

@@ -13,7 +13,7 @@ from swiftkv_jax.infer.commands.engine_options import given_engine_options
 from swiftkv_jax.infer.commands.sampling_options import given_sampling_params, sampling_params
 
 MODEL = (
-    "--model --swiftkv --dtype --quantization --mesh --attention --coordinator-address "
+    "--model --revision --swiftkv --dtype --quantization --mesh --attention --coordinator-address "
     "--num-processes --process-id".split()
 )
 ENGINE = """--max-model-len --max-num-seqs --max-num-batched-tokens --decode-steps --kv-cache-dtype
