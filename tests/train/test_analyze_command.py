@@ -92,8 +92,10 @@ def test_the_demo_models_cliff(tmp_path, capsys):
     assert "K=3: previous-token" not in output
     cuts = [CutResult(**cut) for cut in json.loads((folder / "analysis.json").read_text())["cuts"]]
     assert {(cut.generated_kv, cut.exact_tail) for cut in cuts} == {("own", 64)}
-    first, *improved = (cut for cut in cuts if cut.num_key_value_layers == 2)
-    assert (improved[0].prompt_attention_layers, improved[0].boundary_taps) == (0, 1)
+    first, head, *improved = (cut for cut in cuts if cut.num_key_value_layers == 2)
+    assert [cut.exact_head for cut in (first, head, *improved)] == [0, *[1] * (1 + len(improved))]
+    programs = [(cut.prompt_attention_layers, cut.boundary_taps) for cut in (head, *improved)]
+    assert programs[:2] == [(0, 0), (0, 1)]
     assert all(cut.perplexity_loss < first.perplexity_loss / 3 for cut in improved)
     lost = [cut.far_nats for cut in (first, *improved) if cut.far_nats is not None]
     assert len(lost) == 1 + len(improved) and max(lost[1:]) < lost[0] / 3

@@ -24,6 +24,7 @@ CHOSEN = {
     "key_value_group_size": 1,
     "prompt_attention_layers": 0,
     "boundary_taps": 1,
+    "exact_head": 0,
     "generated_kv": "own",
     "exact_tail": 64,
 }
