@@ -18,7 +18,7 @@ import numpy as np
 from flax import struct
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ..attention import Attention
 from ..batch import Batch
@@ -134,7 +134,6 @@ def add_map_batch(
     used."""
     config = config.at_length(batch.tokens.shape[1])
     segment_ids = batch.segment_ids
-    real = fitted_tokens(config, segment_ids).astype(jnp.float32)[..., None]
     x, tables = run_lower_layers(config, llama, batch, attention=attention)
     u, prompt = x, prompt_delta(llama, maps)
     for layer in range(index + 1):
@@ -152,6 +151,19 @@ def add_map_batch(
     h = run_teacher_layers(config, llama, index + 1, x, tables, segment_ids, attention=attention)
     scales = llama.upper.mlp_norm
     m, left = norm(config, u, None if scales is None else scales[index]), h - u
+    return add_sums(config, attention.mesh, sums, m, left, segment_ids)
+
+
+def add_sums(
+    config: Config,
+    mesh: Mesh | None,
+    sums: MapSums,
+    m: Float[Array, "B T D"],
+    left: Float[Array, "B T D"],
+    segment_ids: Int[Array, "B T"],
+) -> MapSums:
+    """`sums` with those of more tokens, from what the MLP reads and what it is to add."""
+    real = fitted_tokens(config, segment_ids).astype(jnp.float32)[..., None]
     counted = m.astype(jnp.float32) * real
     added = MapSums(
         inputs=products("BTD,BTE->DE", counted, m),
@@ -160,6 +172,6 @@ def add_map_batch(
         tokens=real.sum(),
     )
     sums = jax.tree.map(jnp.add, sums, added)
-    if attention.mesh is None:
+    if mesh is None:
         return sums
-    return jax.lax.with_sharding_constraint(sums, sum_shardings(config, attention.mesh))
+    return jax.lax.with_sharding_constraint(sums, sum_shardings(config, mesh))

@@ -14,8 +14,8 @@ from jaxtyping import Array, Float, Int
 
 from ..attention import Attention
 from ..batch import Batch
-from ..calibration.maps import MapSums, sum_shardings, zero_sums
-from ..calibration.moments import Moments, fitted_tokens, products
+from ..calibration.maps import MapSums, add_sums, zero_sums
+from ..calibration.moments import Moments
 from ..calibration.solve import ridge_map
 from ..config import Config, GeneratedKV
 from ..distributed import from_process_0
@@ -106,15 +106,4 @@ def add_map(
     u = prompt_layer(config, attention, llama, batch, y, index, None)
     m = norm(config, u, layer_of(llama.lower.mlp_norm, index))
     left = layer_of(inputs, index + 1) - u
-    real = fitted_tokens(config, batch.segment_ids).astype(jnp.float32)[..., None]
-    counted = m.astype(jnp.float32) * real
-    added = MapSums(
-        inputs=products("BTD,BTE->DE", counted, m),
-        cross=products("BTD,BTE->DE", counted, left),
-        energy=(jnp.square(left.astype(jnp.float32)) * real).sum(),
-        tokens=real.sum(),
-    )
-    sums = jax.tree.map(jnp.add, sums, added)
-    if attention.mesh is None:
-        return sums
-    return jax.lax.with_sharding_constraint(sums, sum_shardings(config, attention.mesh))
+    return add_sums(config, attention.mesh, sums, m, left, batch.segment_ids)
