@@ -276,7 +276,7 @@ class Calibrated(NamedTuple):
 
     model: Model
     layers: tuple[LayerFit, ...]
-    """How well the keys and values of the upper layers are fitted, except those of
+    """Fit of the keys and values of the upper layers, except those of
     `prompt_attention_layers`, which stay the teacher's."""
 
 

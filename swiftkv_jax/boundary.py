@@ -200,5 +200,5 @@ def previous_tokens(
 
 
 def first_tokens(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
-    """Whether each token is the first of its segment."""
+    """Mark the first token of each segment."""
     return (segment_ids != jnp.roll(segment_ids, 1, axis=1)).at[:, 0].set(True)

@@ -26,7 +26,7 @@ from .moments import Moments, first_fitted_norm, num_inputs
 
 @dataclasses.dataclass(frozen=True)
 class LayerFit:
-    """How well the boundary state predicts an upper layer's keys and values: explained shares of
+    """Fit of an upper layer's keys and values from the boundary state: explained shares of
     their mean square on the calibration tokens, averaged over key/value heads."""
 
     layer: int

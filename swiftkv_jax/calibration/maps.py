@@ -76,12 +76,16 @@ def fit_maps(
             sums = add_map_batch(config, attention, index, sums, llama, maps, batch)
             if index == 0:
                 kept.append(batch)
-        fitted[index] = _solved(config.num_lower_layers + index, sums)
+        layer = config.num_lower_layers + index
+        fitted[index], r2 = solve_sums(layer, sums)
+        logger.info("layer %d: a map in place of its MLP, R2 %.3f", layer, r2)
         maps = put()
     return maps, kept
 
 
-def _solved(layer: int, sums: MapSums) -> Float[np.ndarray, "D D"]:
+def solve_sums(layer: int, sums: MapSums) -> tuple[Float[np.ndarray, "D D"], float]:
+    """The map of a layer, and its R2. Raises `ValueError` for sums of no token, `DivergenceError`
+    for some that are not finite."""
     tokens = float(to_host(sums.tokens))
     if not tokens > 0:
         raise ValueError("there is no token to calibrate on")
@@ -93,8 +97,7 @@ def _solved(layer: int, sums: MapSums) -> Float[np.ndarray, "D D"]:
             f"are not finite"
         )
     found, r2 = from_process_0(solve.ridge_map(inputs, cross, energy))
-    logger.info("layer %d: a map in place of its MLP, R2 %.3f", layer, float(r2))
-    return found
+    return found, float(r2)
 
 
 def sum_shapes(config: Config) -> MapSums:
@@ -105,7 +108,7 @@ def sum_shapes(config: Config) -> MapSums:
 
 
 def sum_shardings(config: Config, mesh: Mesh) -> MapSums:
-    """As `moments.moment_shardings`."""
+    """Shard the sums as `moments.moment_shardings` does."""
     rows = NamedSharding(mesh, P(split_rows(mesh, config.embed_dim, FSDP, MODEL)))
     everywhere = NamedSharding(mesh, P())
     return MapSums(rows, rows, everywhere, everywhere)

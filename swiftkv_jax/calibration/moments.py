@@ -158,8 +158,8 @@ def add_batch(
 
 
 def prompt_delta(llama: Llama, maps: Float[Array, "M D D"] | None) -> SwiftKV:
-    """What prompts need in `Config.prompt_attention_layers`: the teacher's projections, and
-    maps."""
+    """Make the delta that prompts need in `Config.prompt_attention_layers`: the teacher's
+    projections, and maps."""
     qkv = require_teacher(llama, "calibrate")
     projections = {field.name: getattr(qkv, field.name) for field in dataclasses.fields(qkv)}
     return SwiftKV(**{"norm": None, "mlp_map": maps, **projections})

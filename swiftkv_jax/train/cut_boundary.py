@@ -14,14 +14,12 @@ from jaxtyping import Array, Float, Int
 
 from ..attention import Attention
 from ..batch import Batch
-from ..calibration.maps import MapSums, add_sums, zero_sums
+from ..calibration.maps import MapSums, add_sums, solve_sums, zero_sums
 from ..calibration.moments import Moments
-from ..calibration.solve import ridge_map
 from ..config import Config, GeneratedKV
-from ..distributed import from_process_0
 from ..layers import norm
 from ..params import Llama
-from ..sharding import replicated, to_host
+from ..sharding import replicated
 from .cut_kv import CutKV, Fitter, States, gather
 from .sweep_programs import PromptLayers, boundary_states, layer_of, prompt_layer
 
@@ -56,7 +54,7 @@ def boundary_kv(
             for batch, inputs, _ in states():
                 args = with_tap, attention, sums, llama, batch, inputs, jnp.int32(k), before
                 sums = add_map(*args)
-            maps[count - 1] = _solved(sums)
+            maps[count - 1], _ = solve_sums(k + count - 1, sums)
             prompt = _prompt(maps, count, attention)
         moments = gather(with_tap, llama, fitter.size, {k: 0}, states(), attention, prompt)
         students = []
@@ -79,13 +77,6 @@ def _without_taps(config: Config, moments: Moments) -> Moments:
     return dataclasses.replace(
         moments, inputs=moments.inputs[:, kept][:, :, kept], cross=moments.cross[:, kept]
     )
-
-
-def _solved(sums: MapSums) -> Float[np.ndarray, "D D"]:
-    tokens = float(to_host(sums.tokens))
-    inputs, cross = (to_host(x).astype(np.float64) / tokens for x in (sums.inputs, sums.cross))
-    found, _ = from_process_0(ridge_map(inputs, cross, float(to_host(sums.energy)) / tokens))
-    return found
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
