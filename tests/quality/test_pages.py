@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import statistics
 
 import jax.numpy as jnp
@@ -215,38 +216,24 @@ def test_the_cost_of_generated_keys_and_values():
 @pytest.mark.parametrize(
     ("name", "teacher", "lower", "steps"),
     [
-        ("demo, 1/2, calibrated without training", "demo", 4, 0),
-        ("demo, 1/2, then 64 steps of training", "demo", 4, 64),
-        ("demo, 1/2, then 512 steps", "demo", 4, 512),
-        ("t2, 1/4, calibrated without training", "t2", 12, 0),
-        ("t2, 1/4, then 512 steps", "t2", 12, 512),
-        ("t2, 1/2, then 512 steps", "t2", 8, 512),
+        ("demo, 1/2, calibrated, then 512 steps", "demo", 4, (0, 512)),
+        ("t2, 1/4, calibrated, then 512 steps", "t2", 12, (0, 512)),
+        ("t2, 1/2, 512 steps", "t2", 8, (512,)),
     ],
 )
 def test_the_table_of_the_readme(name, teacher, lower, steps):
     """A star for every student that loses too much on far tokens."""
     cells = []
-    for group in 1, 2, 4:
-        row = student(teacher, group, "closed-form", steps, lower=lower)
-        cells.append(f"{100 * above_all(row):.1f} %, {far(row):.3f} nats{star(row)}")
-    assert table_line("README.md", name) == f"| {name} | {' | '.join(cells)} |"
+    for group in 1, 2:
+        rows = [student(teacher, group, "closed-form", count, lower=lower) for count in steps]
+        shown = (f"{100 * above_all(row):.1f} %, {far(row):.3f} nats{star(row)}" for row in rows)
+        cells.append("; ".join(shown))
+    line = table_line("README.md", name)
+    assert re.sub(r" \(\[[^|]*\)\)", "", line) == f"| {name} | {' | '.join(cells)} |"
 
 
-def test_the_sentences_of_the_readme():
-    text, limit = page("../README.md"), verdict.MAX_FAR_LOSS
-    both = [
-        f"{100 * above(row):.1f} %, {far(row):.2f} nats"
-        for row in (
-            student("demo", 1, "closed-form", 0, "own+64"),
-            student("t2", 1, "closed-form", 0, "own+64", lower=10),
-        )
-    ]
-    assert f"last 64 tokens give {both[0]} (demo, 1/2) and {both[1]} (t2, 3/8) in answers" in text
-    assert f"More than {limit} nats there" in text
-    cuts = {cut["num_key_value_layers"]: cut["prefill_flops_share"] for cut in analysis_of_t2()}
-    assert "leaves {:.0f}, {:.0f} or {:.0f} % of".format(*(100 * cuts[k] for k in (12, 10, 8))) in (
-        text
-    )
+def test_the_limit_of_far_tokens_in_the_readme():
+    assert f"more than {verdict.MAX_FAR_LOSS} nats there" in page("../README.md")
 
 
 def analysis_of_t2() -> list[dict]:
