@@ -5,8 +5,8 @@
                      +-> their own k, v                                 +-> s = RMSNorm(y)
                                                                             -> k, v of all groups
 
-With a tap, keys and values come from s of a token and of the one before it. Letters as in `params`;
-B batch, T positions.
+With a tap, keys come from s of a token and of the one before it. Letters as in `params`; B batch, T
+positions.
 """
 
 from __future__ import annotations
@@ -143,7 +143,6 @@ def project_kv(
             assert segment_ids is not None
             before = previous_tokens(s, segment_ids)
             k = k + product("BTD,JKHD->BTJKH", before, delta.k_tap)
-            v = v + product("BTD,JKHD->BTJKH", before, delta.v_tap)
         if delta.k_bias is not None:
             k, v = k + projected(delta.k_bias), v + projected(delta.v_bias)
         k = apply_rope(norm_heads(config, k, projected(delta.k_norm)), rope)
@@ -158,17 +157,17 @@ def project_fused_kv(
     s: Float[Array, "B T D"],
     rope,
     *,
-    kv_tap: Float[Array, "2 P K H D"] | Quantized | None = None,
+    k_tap: Float[Array, "P K H D"] | Quantized | None = None,
     before: Float[Array, "B T D"] | None = None,
 ) -> tuple[Float[Array, "P B K T H"], Float[Array, "P B K T H"]]:
     """`project_kv` from the normed state `s`, with the weights of keys and values joined in one
-    array, so that there is one product for all groups. Serving joins them once. `kv_tap` are those
-    of the taps, joined likewise, and `before` the normed states of the tokens before."""
+    array, so that there is one product for all groups. Serving joins them once. `before` are the
+    normed states of the tokens before, which `k_tap` reads."""
     with jax.named_scope("project_kv"):
         out = product("BTD,PJKHD->PBTJKH", s, kv)
-        if kv_tap is not None:
+        if k_tap is not None:
             assert before is not None
-            out = out + product("BTD,PJKHD->PBTJKH", before, kv_tap)
+            out = out.at[0].add(product("BTD,JKHD->BTJKH", before, k_tap))
         if bias is not None:
             out = out + bias[:, None, None]
         k, v = apply_rope(norm_heads(config, out[0], k_norm), rope), out[1]

@@ -106,8 +106,8 @@ class Config:
     linear map (`SwiftKV.mlp_map`) in place of the MLP. They have caches of their own, and the other
     upper layers' keys and values come from the hidden state after them."""
     boundary_taps: int = 0
-    """0, or 1: those keys and values come from the hidden states of a token and of the one before
-    it (`SwiftKV.k_tap`)."""
+    """0, or 1: those keys come from the hidden states of a token and of the one before it
+    (`SwiftKV.k_tap`). Values do not: what a tap brings nearly all lies in the keys."""
     shared_kv_heads: tuple[tuple[int, ...], ...] | None = None
     """[U][K]: for each key/value head of an upper layer, the head of its group's cache that it
     reads. Set for students whose layers compute their values from the shared ones (`SwiftKV.mix`);

@@ -34,15 +34,19 @@ def boundary_flops(config: Config, length: int) -> int:
     each of `config.prompt_attention_layers`, and the projections."""
     alone = config.prompt_attention_layers
     layers = range(config.num_lower_layers, config.first_projected_layer)
-    weights = alone * (attention_weights(config) + config.embed_dim**2)
-    weights += (boundary_projections(config) - alone) * kv_weights(config)
+    weights = alone * (attention_weights(config) - kv_weights(config) + config.embed_dim**2)
+    weights += boundary_kv_weights(config)
     return 2 * length * weights + _attention_flops(config, layers, length)
 
 
-def boundary_projections(config: Config) -> int:
-    """Number of key/value projections of a token that make its upper keys and values; a tap's
-    counts as one."""
-    return config.num_kv_groups + config.boundary_taps * config.num_projected_groups
+def boundary_kv_weights(config: Config) -> int:
+    """Entries of the projections of a token that make its upper keys and values."""
+    return config.num_kv_groups * kv_weights(config) + tap_weights(config)
+
+
+def tap_weights(config: Config) -> int:
+    """Entries of the taps of all groups, which are of keys only."""
+    return config.boundary_taps * config.num_projected_groups * kv_weights(config) // 2
 
 
 def tail_flops(config: Config, length: int, tail: int) -> int:
@@ -63,18 +67,18 @@ def second_query_flops(config: Config) -> int:
     return 2 * config.num_heads * config.head_dim * (config.embed_dim + mix)
 
 
-def kv_projections(config: Config, *, swiftkv: bool) -> int:
-    """Number of key/value projections in a decode step.
+def decode_kv_weights(config: Config, *, swiftkv: bool) -> int:
+    """Entries of the key/value projections in a decode step.
 
     Where generated tokens keep their own, those from the boundary are computed too if there is no
     `exact_tail`: the last token of a prompt, the input of the first step, does not keep its own
     then.
     """
     if not swiftkv:
-        return config.num_layers
+        return config.num_layers * kv_weights(config)
     own = config.num_upper_layers if config.generated_kv == "own" else 0
-    boundary = boundary_projections(config) if _decodes_boundary(config) else 0
-    return config.num_lower_layers + own + boundary
+    boundary = boundary_kv_weights(config) if _decodes_boundary(config) else 0
+    return (config.num_lower_layers + own) * kv_weights(config) + boundary
 
 
 def _decodes_boundary(config: Config) -> bool:
@@ -103,7 +107,7 @@ def decode_weights(config: Config, *, swiftkv: bool) -> int:
     """Entries of the weights that a token is multiplied by in a decode step, the output matrix
     among them."""
     layers = config.num_layers * (layer_weights(config) - kv_weights(config))
-    layers += kv_projections(config, swiftkv=swiftkv) * kv_weights(config)
+    layers += decode_kv_weights(config, swiftkv=swiftkv)
     if swiftkv:
         layers += config.num_upper_layers * second_query_flops(config) // 2
         if _decodes_boundary(config):
@@ -133,8 +137,8 @@ def train_flops_by_part(config: Config, length: int, *, remat: Remat = "none") -
         for layers in (every[: config.num_lower_layers], every[config.num_lower_layers :])
     )
     upper_matmul = 2 * (layer_weights(config) - kv_weights(config))
-    taps, alone = config.boundary_taps, config.prompt_attention_layers
-    shared_kv = 2 * config.num_projected_groups * (1 + taps) * kv_weights(config)
+    alone = config.prompt_attention_layers
+    shared_kv = 2 * (config.num_projected_groups * kv_weights(config) + tap_weights(config))
     query_gradients = (
         2 * config.num_upper_layers * config.embed_dim * config.num_heads * config.head_dim
     )

@@ -81,6 +81,5 @@ def init_swiftkv(config: Config, llama: Llama, dtype=None, *, start: Start = "au
         k_norm=shared(upper.k_norm),
         mix=mix,
         k_tap=zeros(rows.k_tap),
-        v_tap=zeros(rows.v_tap),
         mlp_map=zeros(rows.mlp_map),
     )

@@ -164,7 +164,6 @@ class SwiftKV:
     """A layer's values are `mix` times those of its group, per key/value head: exact wherever it is
     applied, so it is applied to what attention returns."""
     k_tap: Annotated[Leaf, tap("P K H D", "self_attn.k_tap_swiftkv.weight")] = None
-    v_tap: Annotated[Leaf, tap("P K H D", "self_attn.v_tap_swiftkv.weight")] = None
     mlp_map: Annotated[
         Leaf,
         Param(

@@ -123,11 +123,9 @@ def expected_kv(config: Config, llama: Llama, delta: SwiftKV, states):
     for g in range(config.num_projected_groups):
         j, k, v = config.prompt_attention_layers + g, [], []
         for t in range(len(s)):
-            tapped_k = tapped_v = 0.0
-            if config.boundary_taps and t:
-                tapped_k, tapped_v = delta.k_tap[g] @ s[t - 1], delta.v_tap[g] @ s[t - 1]
-            k.append(rotated(project("k", j, s[t]) + tapped_k, t))
-            v.append(project("v", j, s[t]) + tapped_v)
+            tapped = delta.k_tap[g] @ s[t - 1] if config.boundary_taps and t else 0.0
+            k.append(rotated(project("k", j, s[t]) + tapped, t))
+            v.append(project("v", j, s[t]))
         keys.append(k)
         values.append(v)
     return np.array(keys), np.array(values)
@@ -166,7 +164,7 @@ def test_a_fresh_delta_adds_nothing():
     config = dataclasses.replace(BASE, prompt_attention_layers=2, boundary_taps=1)
     llama = init_llama(config, jax.random.key(0), scale=0.3)
     delta = init_swiftkv(config, llama)
-    for name in ("k_tap", "v_tap", "mlp_map"):
+    for name in ("k_tap", "mlp_map"):
         assert not np.any(getattr(delta, name)), name
     assert delta.k_tap.shape == (3, 2, 4, 16) and delta.mlp_map.shape == (2, 16, 16)
     np.testing.assert_array_equal(delta.norm, llama.upper.attn_norm[2])
@@ -185,7 +183,7 @@ def test_the_first_token_is_the_teachers():
     assert np.abs(own[0, 1:4] - expected[0, 1:4]).max() > 0.1
     x, tables = run_lower_layers(config, llama, batch)
     config = dataclasses.replace(config, prompt_attention_layers=0, boundary_taps=0)
-    delta = dataclasses.replace(delta, k_tap=None, v_tap=None, mlp_map=None)
+    delta = dataclasses.replace(delta, k_tap=None, mlp_map=None)
     marked = jnp.zeros(x.shape[:2], bool).at[jnp.arange(2)[:, None], first].set(True)
 
     def run(exact_head, own):

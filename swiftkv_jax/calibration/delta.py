@@ -21,7 +21,7 @@ from ..params import QKV, Llama, SwiftKV, require_teacher, swiftkv_shapes
 from ..rope import paired_dims
 from ..sharding import swiftkv_shardings, to_host
 from . import solve
-from .moments import Moments, first_fitted_norm, num_inputs
+from .moments import Moments, first_fitted_norm, inputs_of_values, num_inputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,11 +106,7 @@ def fit_delta(
         mlp_map=maps,
     )
     if config.boundary_taps:
-        delta = dataclasses.replace(
-            delta,
-            k_tap=put(k[..., size : 2 * size], where.k_tap),
-            v_tap=put(v[..., size : 2 * size], where.v_tap),
-        )
+        delta = dataclasses.replace(delta, k_tap=put(k[..., size : 2 * size], where.k_tap))
     if config.qkv_bias:
         delta = dataclasses.replace(
             delta,
@@ -259,10 +255,19 @@ def _check_finite(layer: int, *arrays: Any) -> None:
 
 
 def _regress(config: Config, qkv: QKV, layer: int, moment: Moments) -> solve.Ridge:
-    """Keys and then values of a layer, from the boundary state: 2 K heads, one factorisation."""
+    """Keys and then values of a layer, from the boundary state: 2 K heads, of one factorisation
+    unless keys have taps. Values get zeros for those."""
     cross = moment.cross.reshape(len(moment.cross), -1, moment.cross.shape[-1])
-    prior = own_projections(config, qkv, layer)
-    return solve.ridge(moment.inputs, cross, moment.energy.ravel(), prior)
+    prior, energy = own_projections(config, qkv, layer), moment.energy.ravel()
+    if not config.boundary_taps:
+        return solve.ridge(moment.inputs, cross, energy, prior)
+    read, (k, v) = inputs_of_values(config), np.split(np.arange(len(energy)), 2)
+    at = np.ix_(read, v)
+    values = solve.ridge(moment.inputs[np.ix_(read, read)], cross[at], energy[v], prior[at])
+    keys = solve.ridge(moment.inputs, cross[:, k], energy[k], prior[:, k])
+    weights = np.zeros((len(energy), *keys.weights.shape[1:]))
+    weights[k], weights[np.ix_(v, read)] = keys.weights, values.weights
+    return solve.Ridge(weights, np.concatenate([keys.r2, values.r2]))
 
 
 def own_projections(config: Config, qkv: QKV, layer: int) -> Float[np.ndarray, "E 2K H"]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -72,6 +73,12 @@ def num_inputs(config: Config) -> int:
     """E: entries of the hidden state, once more for the token before where there are taps, and a
     constant where there are biases."""
     return config.embed_dim * (1 + config.boundary_taps) + config.qkv_bias
+
+
+def inputs_of_values(config: Config) -> Int[np.ndarray, " E"]:
+    """The inputs that values are fitted to: not those of the token before."""
+    size = config.embed_dim
+    return np.delete(np.arange(num_inputs(config)), slice(size, size * (1 + config.boundary_taps)))
 
 
 def split_rows(mesh: Mesh, size: int, *axes: str) -> tuple[str, ...] | None:

@@ -2,10 +2,9 @@
 
 Letters as in `params`; g members of a group, E entries of the inputs (`moments.num_inputs`).
 
-With s the normalised boundary state (with taps followed by that of the token before, with biases by
-a one), y the keys or values that a layer computes
-from its own input (keys before rotation) and expectations over calibration tokens, the ridge
-regression of y on s is
+With s the normalised boundary state (for keys with taps followed by that of the token before, with
+biases by a one), y the keys or values that a layer computes from its own input (keys before
+rotation) and expectations over calibration tokens, the ridge regression of y on s is
 
     W = W0 + (S + l I)^-1 (C - S W0),    S = E[s s'],  C = E[s y'],  l = RIDGE * trace(S) / E
 

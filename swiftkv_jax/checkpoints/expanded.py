@@ -39,7 +39,7 @@ class ExpandedGroups:
             return array
         heads = jnp.asarray(config.shared_kv_heads)[left_out:]
         array = jax.vmap(lambda layer, order: layer[order])(array, heads)
-        if leaf.name not in ("swiftkv.v", "swiftkv.v_bias", "swiftkv.v_tap"):
+        if leaf.name not in ("swiftkv.v", "swiftkv.v_bias"):
             return array
         mix = self.stored.read(by_name["swiftkv.mix"], np.dtype(np.float32), sharding)[left_out:]
         mixed = jnp.einsum(

@@ -19,6 +19,7 @@ from ..calibration.maps import sum_shapes, sum_shardings
 from ..calibration.moments import (
     PROBABILITIES_PER_CHUNK,
     add_batch,
+    inputs_of_values,
     moment_shapes,
     moment_shardings,
     num_inputs,
@@ -110,8 +111,10 @@ def time_table(recipe: Recipe, config: Config, memory: float, machines: Sequence
         lines.append(
             f"  {devices} x {machine.name:<19}{seconds:>10,.0f} s   {verdict(memory, machine)}"
         )
-    size, fitted = num_inputs(config), config.num_layers - config.first_projected_layer
-    host = fitted * (size**3 / 3 + 4 * size**2 * kv_width(config))
+    fitted = config.num_layers - config.first_projected_layer
+    factored = {num_inputs(config), len(inputs_of_values(config))}
+    products = sum(4 * size**2 * kv_width(config) / len(factored) for size in factored)
+    host = fitted * (sum(size**3 / 3 for size in factored) + products)
     host += config.prompt_attention_layers * config.embed_dim**3 * (1 / 3 + 2)
     groups = ", and what layers share" if config.key_value_group_size > 1 else ""
     lines.append(f"then on the host: least squares, {host / 1e12:,.1f} TFLOP in float64{groups}")

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from ..attention import Attention
 from ..batch import Batch
 from ..calibration.maps import MapSums, add_sums, solve_sums, zero_sums
-from ..calibration.moments import Moments
+from ..calibration.moments import Moments, inputs_of_values
 from ..config import Config, GeneratedKV
 from ..layers import norm
 from ..params import Llama
@@ -60,7 +60,7 @@ def boundary_kv(
         students = []
         for taps in (0, 1):
             cut = config.cut(k, prompt_attention_layers=count, boundary_taps=taps)
-            chosen = moments if taps else _without_taps(config, moments)
+            chosen = moments if taps else _without_taps(with_tap, moments)
             students.append(fitter.start(cut, generated, chosen, 0, prompt))
         yield count, students
 
@@ -72,8 +72,7 @@ def _prompt(maps: np.ndarray, count: int, attention: Attention) -> PromptLayers:
 
 def _without_taps(config: Config, moments: Moments) -> Moments:
     """The moments of the inputs that are not those of the token before."""
-    size = config.embed_dim
-    kept = np.r_[:size, 2 * size : 2 * size + config.qkv_bias]
+    kept = inputs_of_values(config)
     return dataclasses.replace(
         moments, inputs=moments.inputs[:, kept][:, :, kept], cross=moments.cross[:, kept]
     )

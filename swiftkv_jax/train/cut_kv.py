@@ -299,14 +299,12 @@ def _put(
             stack[entry] = array
         return jax.make_array_from_callback(stack.shape, sharding, lambda part: stack[part])
 
-    slices = {"": slice(width)}
-    if config.boundary_taps:
-        slices["_tap"] = slice(width, 2 * width)
     stacks = {
-        name + kind: put([x[..., part] for x in arrays], getattr(where, name + kind))
+        name: put([x[..., :width] for x in arrays], getattr(where, name))
         for name, arrays in parts.items()
-        for kind, part in slices.items()
     }
+    if config.boundary_taps:
+        stacks["k_tap"] = put([k[..., width : 2 * width] for k in parts["k"]], where.k_tap)
     if config.qkv_bias:
         stacks |= {
             f"{name}_bias": put([x[..., -1] for x in arrays], getattr(where, f"{name}_bias"))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..config import Config
-from ..cost import kv_weights, mlp_width, stored_layer_weights
+from ..cost import boundary_kv_weights, mlp_width, stored_layer_weights
 from ..hardware import Hardware
 from ..mesh import MODEL
 from ..params import llama_shapes, swiftkv_shapes
@@ -91,9 +91,7 @@ def sharded_bytes(shapes: Any, shardings: Any) -> float:
 
 
 def _whole_weights(config: Config, tp: int, size: int) -> float:
-    kv = config.num_kv_groups * kv_weights(config)
-    kv += config.boundary_taps * config.num_projected_groups * kv_weights(config)
-    layers = 2 * stored_layer_weights(config)
+    layers, kv = 2 * stored_layer_weights(config), boundary_kv_weights(config)
     return (layers + kv + config.vocab_size * config.embed_dim) * size / tp
 
 

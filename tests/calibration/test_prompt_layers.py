@@ -102,7 +102,7 @@ def expected(hf, tensors, batch: Batch, layers: int, taps: int, head: int = 0):
     inputs = np.concatenate(s)
     if hf["attention_bias"]:
         inputs = np.concatenate([inputs, np.ones((len(inputs), 1))], 1)
-    found = []
+    found, width = [], hf["hidden_size"]
     for j in range(K + layers, hf["num_hidden_layers"]):
         own = [
             projected(hf, tensors, j, oracle.rms_norm(of[j], scale_of(tensors, j, "input"), 1e-5))
@@ -120,11 +120,14 @@ def expected(hf, tensors, batch: Batch, layers: int, taps: int, head: int = 0):
         for name, index in ("k", 1), ("v", 2):
             values = np.concatenate([heads[index].reshape(len(heads[index]), -1) for heads in own])
             layer = f"model.layers.{j}.self_attn.{name}_proj"
-            prior = np.zeros((values.shape[1], inputs.shape[1]))
-            prior[:, : hf["hidden_size"]] = tensors[f"{layer}.weight"]
+            read = inputs
+            if taps and name == "v":  # not the token before
+                read = np.delete(inputs, slice(width, 2 * width), axis=1)
+            prior = np.zeros((values.shape[1], read.shape[1]))
+            prior[:, :width] = tensors[f"{layer}.weight"]
             if hf["attention_bias"]:
                 prior[:, -1] = tensors[f"{layer}.bias"]
-            found.append(least_squares(inputs, values, np.concatenate(weights), 1e-4, prior))
+            found.append(least_squares(read, values, np.concatenate(weights), 1e-4, prior))
     return maps, found[::2], found[1::2]
 
 
@@ -155,8 +158,8 @@ def test_it_is_the_least_squares_of_the_definition(layers, taps, bias, head):
         own = getattr(delta, name)
         np.testing.assert_array_equal(own[:layers], getattr(qkv, name)[:layers])
         close(own[layers:], wanted[..., :size])
-        if taps:
-            close(getattr(delta, f"{name}_tap"), wanted[..., size : 2 * size])
+        if taps and name == "k":
+            close(delta.k_tap, wanted[..., size : 2 * size])
         if bias:
             own, teachers = (getattr(of, f"{name}_bias") for of in (delta, qkv))
             np.testing.assert_array_equal(own[:layers], teachers[:layers])
@@ -187,7 +190,8 @@ def test_groups_of_a_model_with_linear_upper_layers_are_fitted_exactly(layers, t
 
 
 def test_it_is_nearer_to_the_teacher():
-    """Each brings the student nearer, and both nearer than one."""
+    """A tap brings the student nearer, and prompt attention layers nearer still: after those a
+    random teacher's keys have nothing of the token before."""
     rows, teacher = np.random.default_rng(1).integers(0, 61, (64, 40)), random_teacher()
 
     def loss(layers: int, taps: int) -> float:
@@ -197,7 +201,7 @@ def test_it_is_nearer_to_the_teacher():
         return divergence(student)
 
     plain, tapped, attended, both = (loss(*cut) for cut in ((0, 0), (0, 1), (2, 0), (2, 1)))
-    assert both < min(tapped, attended) and max(tapped, attended) < plain
+    assert max(attended, both) < tapped < plain
 
 
 def test_first_tokens_that_keep_their_own_bring_it_nearer():

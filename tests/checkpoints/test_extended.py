@@ -94,14 +94,12 @@ def test_tensors_are_named_after_their_layers(tmp_path):
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     assert student.swiftkv is not None
     for layer in range(3, 6):
-        for name in "kv":
-            stored = tensors[f"model.layers.{layer}.self_attn.{name}_tap_swiftkv.weight"]
-            own = getattr(student.swiftkv, f"{name}_tap")[layer - 3]
-            np.testing.assert_array_equal(stored, own.reshape(16, 32))
+        stored = tensors[f"model.layers.{layer}.self_attn.k_tap_swiftkv.weight"]
+        np.testing.assert_array_equal(stored, student.swiftkv.k_tap[layer - 3].reshape(16, 32))
     np.testing.assert_array_equal(
         tensors["model.layers.2.mlp.map_swiftkv.weight"], student.swiftkv.mlp_map[0]
     )
-    assert not [name for name in tensors if "layers.2.self_attn.k_tap" in name]
+    assert not [name for name in tensors if "layers.2.self_attn.k_tap" in name or "v_tap" in name]
     assert not [name for name in tensors if "layers.3.mlp.map" in name]
 
 
@@ -122,7 +120,7 @@ def test_taps_are_quantised_and_maps_are_not(tmp_path):
     skv.save_hf(student, tmp_path / "hf")
     small = skv.load(tmp_path / "hf", dtype="float32", quantization="int8")
     assert small.swiftkv is not None
-    assert is_quantized(small.swiftkv.k_tap) and is_quantized(small.swiftkv.v_tap)
+    assert is_quantized(small.swiftkv.k_tap)
     assert student.swiftkv is not None
     np.testing.assert_array_equal(small.swiftkv.mlp_map, student.swiftkv.mlp_map)
     exact, rounded = (skv.logits(model, TOKENS) for model in (student, small))

@@ -114,7 +114,7 @@ def run_boundary(
             x = first.put(x, own.x)
     rope = group_table(config, tables)
     s, s_before = norm(config, x, weights.norm_swiftkv), None
-    if weights.kv_tap is not None:
+    if weights.k_tap is not None:
         assert before is not None
         s_before, states = before(states, s)
     k, v = project_fused_kv(
@@ -124,7 +124,7 @@ def run_boundary(
         weights.k_norm_swiftkv,
         s,
         rope,
-        kv_tap=weights.kv_tap,
+        k_tap=weights.k_tap,
         before=s_before,
     )
     for group in range(config.num_projected_groups):

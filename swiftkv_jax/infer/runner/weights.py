@@ -65,7 +65,7 @@ class Weights:
     prompt_kv: tuple[QKV, ...] = ()
     """Projections of `Config.prompt_attention_layers`, without q: those of `upper_q` serve."""
     prompt_map: tuple[Leaf, ...] = ()  # D D, of the same layers
-    kv_tap: Leaf = None  # 2 P K H D, with `Config.boundary_taps` only
+    k_tap: Leaf = None  # P K H D, with `Config.boundary_taps` only
 
 
 def served_config(
@@ -143,11 +143,10 @@ def serving_weights(
         upper_mix=() if delta.mix is None else unstack(delta.mix, donate=donate),
         prompt_kv=prompt,
         prompt_map=() if delta.mlp_map is None else unstack(delta.mlp_map, donate=donate),
-        kv_tap=None if delta.k_tap is None else _joined(delta.k_tap, delta.v_tap),
+        k_tap=delta.k_tap,
     )
     if donate:
-        joined = delta.k, delta.v, delta.k_tap, delta.v_tap
-        for leaf in jax.tree.leaves((*joined, llama.upper_qkv)):
+        for leaf in jax.tree.leaves((delta.k, delta.v, llama.upper_qkv)):
             if not leaf.is_deleted():
                 leaf.delete()
     return weights
@@ -315,7 +314,7 @@ def weight_shardings(
         upper_mix=layers(delta.mix, config.num_upper_layers) if delta.mix is not None else (),
         prompt_kv=layers(_kv(prompt_projections(delta)), config.prompt_attention_layers),
         prompt_map=layers(delta.mlp_map, config.prompt_attention_layers),
-        kv_tap=joined(delta.k_tap),
+        k_tap=delta.k_tap,
     )
 
 
