@@ -5,6 +5,7 @@ the same draws (Koehn, "Statistical Significance Tests for Machine Translation E
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,15 @@ RESAMPLES = 2_000
 CONFIDENCE = 0.95
 
 
-def draws(num_documents: int, *, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
-    """i64[resamples, documents]: how often each document is drawn."""
+@lru_cache(maxsize=8)
+def draws(num_documents: int) -> np.ndarray:
+    """f64[`RESAMPLES`, documents]: how often each document is drawn. The array is shared between
+    calls and read-only; it holds floats because products with it would convert integers anew."""
     share = np.full(num_documents, 1 / num_documents)
-    return np.random.default_rng(seed).multinomial(num_documents, share, size=resamples)
+    drawn = np.random.default_rng(0).multinomial(num_documents, share, size=RESAMPLES)
+    drawn = drawn.astype(np.float64)
+    drawn.setflags(write=False)
+    return drawn
 
 
 def interval(
