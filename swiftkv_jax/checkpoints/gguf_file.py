@@ -190,6 +190,11 @@ def shards(path: Path) -> list[Path]:
     return [path.with_name(f"{name}-{i:05}-of-{count}.gguf") for i in range(1, int(count) + 1)]
 
 
+def is_later_part(path: Path) -> bool:
+    """Whether it is a part of a model, by its name, and not the first."""
+    return (found := _SHARD.fullmatch(path.name)) is not None and int(found[2]) > 1
+
+
 class _Header:
     """What stands before the values of a file."""
 

@@ -1,5 +1,6 @@
 """Models by their names on the Hugging Face Hub: `ORGANISATION/NAME`, and
-`ORGANISATION/NAME:Q4_K_M` for a GGUF file of such a repository, as llama.cpp and vLLM spell it.
+`ORGANISATION/NAME:Q4_K_M` for a GGUF file of such a repository, or one in parts, as llama.cpp and
+vLLM spell it.
 
 `huggingface_hub` downloads into its cache, which other programs share, and resumes what was
 interrupted. HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE are for it. Its locks let one of
@@ -20,6 +21,7 @@ from typing import Any
 from ..errors import CheckpointError, UsageError
 from . import foreign
 from .auxiliary import GENERATION_CONFIG, TOKENIZER_FILES
+from .gguf_file import is_later_part, shards
 from .hf_write import INDEX, SINGLE_FILE
 from .quantization_config import MODELOPT
 from .tokenizer import TEMPLATES
@@ -52,7 +54,8 @@ def local_path(
     model: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True
 ) -> Path:
     """The path of a model: itself, or where nothing is there and it is spelled like a name on the
-    Hub, the folder (of one with `:`, the GGUF file) in the cache, downloaded if it has to be.
+    Hub, the folder (of one with `:`, the GGUF file or its first part) in the cache, downloaded if
+    it has to be.
 
     `revision` is a branch, a tag or a commit; None is `main`. Weights in safetensors are fetched,
     the tokenizer's files, chat templates and configs, and nothing else; without `weights`, not
@@ -97,7 +100,7 @@ def _fetch(name: str, file: str | None, revision: str | None, *, weights: bool) 
     commit = folder.name
     if file is not None:
         file = _gguf_file(name, file, _files(name, commit, folder))
-        _download(name, folder, (file,))
+        _download(name, folder, tuple(part.as_posix() for part in shards(Path(file))))
         return folder / file
     if not weights:
         return folder
@@ -156,12 +159,14 @@ def _files(name: str, commit: str, folder: Path) -> list[str]:
 
 
 def _gguf_file(name: str, wanted: str, files: list[str]) -> str:
-    """The GGUF file that `wanted`, its name or its quantisation, stands for. Raises
-    `CheckpointError` unless there is exactly one."""
-    there = [file for file in files if file.endswith(".gguf") and "mmproj" not in file]
-    if wanted in there:
+    """The GGUF file, or the first of several parts, that `wanted`, a name or a quantisation, stands
+    for. Raises `CheckpointError` unless there is exactly one."""
+    if wanted in (ggufs := _gguf_models(files)):
         return wanted
-    ending = re.compile(rf"(.*[-._/])?{re.escape(wanted)}\.gguf", re.IGNORECASE)
+    there = [file for file in ggufs if not is_later_part(Path(file))]
+    ending = re.compile(
+        rf"(.*[-._/])?{re.escape(wanted)}(-00001-of-\d{{5}})?\.gguf", re.IGNORECASE
+    )
     found = [file for file in there if ending.fullmatch(file)]
     if len(found) == 1:
         return found[0]
@@ -170,9 +175,14 @@ def _gguf_file(name: str, wanted: str, files: list[str]) -> str:
     raise CheckpointError(f"{name}:{wanted}: the repository has {what}: {listed}")
 
 
+def _gguf_models(files: list[str]) -> list[str]:
+    """The GGUF files but projectors of images."""
+    return [file for file in files if file.endswith(".gguf") and "mmproj" not in file]
+
+
 def _without_weights(name: str, files: list[str]) -> str:
     """Why a repository that has these files, but no safetensors to read, is no model."""
-    if ggufs := [file for file in files if file.endswith(".gguf") and "mmproj" not in file]:
+    if ggufs := _gguf_models(files):
         return f"GGUF files only: name one, such as {name}:{ggufs[0]}"
     reason = foreign.pickles(files)
     return reason or f"no weights in the repository: looked for {INDEX} and {SINGLE_FILE}"

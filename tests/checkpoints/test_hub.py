@@ -10,14 +10,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
+import numpy as np
 import pytest
 from huggingface_hub import constants
 
 import swiftkv_jax as skv
 from swiftkv_jax import CheckpointError, cli, convert
+from swiftkv_jax.checkpoints.gguf_file import shards
 from swiftkv_jax.checkpoints.hub import local_path, repository_of
 from swiftkv_jax.cli.model_options import ModelOptions
 from swiftkv_jax.errors import UsageError
+from tests import tiny
+from tests.checkpoints import gguf_files
 from tests.checkpoints.hf_models import TIED, UNTIED, assert_same_models
 from tests.checkpoints.hub_server import TOKEN, Hub, commit_of, hub
 
@@ -274,6 +278,33 @@ def test_a_gguf_file(wanted, file, server, monkeypatch):
     assert local_path(f"org/ggufs:{wanted}") == path
 
 
+PARTS = [f"big/m-Q6_K-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("wanted, first", [("Q6_K", 0), ("m-q6_k", 0), (PARTS[1], 1)])
+def test_all_parts_of_a_gguf_model(wanted, first, server):
+    add(server, "org/ggufs", None, [*GGUFS, *PARTS])
+    path = local_path(f"org/ggufs:{wanted}")
+    assert path.as_posix().endswith(PARTS[first])
+    assert [part.read_text() for part in shards(path)] == PARTS
+    assert [name for name in server.downloaded() if name.endswith(".gguf")] == PARTS
+
+
+def test_a_gguf_model_in_parts_loads(server):
+    hf = tiny.hf_config(model_type="llama", num_key_value_layers=0, head_dim=16, hidden_size=64)
+    stored = tiny.tensors_for(hf | {"num_key_value_layers": hf["num_hidden_layers"]})
+    folder = add(server, "org/parts", None)
+    tensors = gguf_files.converted(hf, stored, permute=True)
+    keys = gguf_files.common(hf) | {"rope.dimension_count": 16}
+    gguf_files.write(folder / "m-F32.gguf", "llama", keys, tensors, split_max_tensors=20)
+    model = skv.load("org/parts:F32")
+    np.testing.assert_array_equal(model.llama.embed, stored["model.embed_tokens.weight"])
+    lost = add(server, "org/lost", None)
+    shutil.copy(folder / "m-F32-00001-of-00003.gguf", lost)
+    with pytest.raises(CheckpointError, match="one of 3 parts, of which there is no m-F32-00002-o"):
+        skv.load("org/lost:F32")
+
+
 def test_gguf_files_that_are_not_there(server):
     add(server, "org/ggufs", None, [*GGUFS, "m-UD-Q4_K_M.gguf"])
     with pytest.raises(CheckpointError) as error:
@@ -283,6 +314,9 @@ def test_gguf_files_that_are_not_there(server):
     )
     with pytest.raises(CheckpointError, match="several such GGUF files, of which one has to be"):
         local_path("org/ggufs:Q4_K_M")
+    add(server, "org/parts", None, PARTS[1:])
+    with pytest.raises(CheckpointError, match="no such GGUF file: none at all"):
+        local_path("org/parts:Q6_K")
 
 
 def test_names_of_models(server, tmp_path):
