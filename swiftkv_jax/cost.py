@@ -99,8 +99,14 @@ def decode_flops(config: Config, context: float, *, swiftkv: bool) -> float:
     """Operations for one token of one row: every layer, attention to `context` positions, its own
     among them, and the logits."""
     attention = 2 * 2 * config.num_heads * config.head_dim * visible_positions(config, context)
-    layers = config.num_layers + _attention_twice(config, swiftkv=swiftkv)
-    return layers * attention + 2 * decode_weights(config, swiftkv=swiftkv)
+    attention *= attentions_of_a_step(config, swiftkv=swiftkv)
+    return attention + 2 * decode_weights(config, swiftkv=swiftkv)
+
+
+def attentions_of_a_step(config: Config, *, swiftkv: bool) -> int:
+    """How often a token of a decode step attends to the cache: once in each layer, in some upper
+    layers twice (`config.prompt_attention_layers`)."""
+    return config.num_layers + _attention_twice(config, swiftkv=swiftkv)
 
 
 def decode_weights(config: Config, *, swiftkv: bool) -> int:
@@ -235,7 +241,7 @@ def query_scale_flops_by_part(config: Config, length: int) -> dict[str, float]:
     return {
         "teacher": _layers_flops(config, range(config.num_layers), length) / length,
         "student's queries, keys and values": (
-            upper * 2 * config.embed_dim * queries + config.num_kv_groups * 2 * kv_weights(config)
+            upper * 2 * config.embed_dim * queries + 2 * boundary_kv_weights(config)
         ),
         "scores of both": upper * 2 * 2 * queries * length,
     }

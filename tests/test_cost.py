@@ -29,7 +29,7 @@ from swiftkv_jax.infer.runner.lowering import (
     lower_program,
 )
 from swiftkv_jax.infer.runner.shapes import Shapes, kv_programs
-from swiftkv_jax.infer.runner.weights import weight_shapes
+from swiftkv_jax.infer.runner.weights import num_bytes, weight_shapes
 from swiftkv_jax.params import llama_shapes, swiftkv_shapes
 from swiftkv_jax.presets import LLAMA_8B
 from swiftkv_jax.train.distill import mean_loss
@@ -250,6 +250,25 @@ def shapes_of(config: Config) -> Shapes:
         scoring=False,
         kv=kv_programs(config),
     )
+
+
+def test_bytes_of_prompt_attention_and_an_exact_head():
+    """A decode step reads the caches of all but the first prompt attention layer twice, and not
+    the projections for a prompt's first token, for which a chunk reads all upper layers."""
+    plain = dataclasses.replace(
+        CONFIG, num_layers=6, num_key_value_layers=2, prompt_attention_layers=3
+    )
+    config = dataclasses.replace(plain, exact_head=1)
+    found, without = (
+        variant_of(STUDENT, each, weight_shapes(each, True, BF16), BF16, shapes_of(each))
+        for each in (config, plain)
+    )
+    of_a_layer = 2 * CONFIG.num_kv_heads * CONFIG.head_dim * 2
+    assert found.kv_bytes == without.kv_bytes == (6 + 2) * of_a_layer
+    assert found.weight_bytes == without.weight_bytes
+    assert found.prefill_bytes == without.prefill_bytes
+    upper = num_bytes(llama_shapes(config, BF16).upper)
+    assert without.tail_bytes == 0 and upper / 2 < found.tail_bytes < 2 * upper
 
 
 # Calibration ------------------------------------------------------------------

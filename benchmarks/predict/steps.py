@@ -53,8 +53,11 @@ class StepModel:
     def __post_init__(self):
         if self.config.num_experts:
             raise NotImplementedError("the products of experts are not in this model of a step")
-        if self.config.prompt_attention_layers or self.config.boundary_taps:
-            raise NotImplementedError("prompt attention and taps are not in this model of a step")
+        config = self.config
+        if config.prompt_attention_layers or config.boundary_taps or config.exact_head:
+            raise NotImplementedError(
+                "prompt attention, taps and an exact head are not in this model of a step"
+            )
 
     @property
     def config(self) -> Config:

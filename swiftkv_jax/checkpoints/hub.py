@@ -164,9 +164,7 @@ def _gguf_file(name: str, wanted: str, files: list[str]) -> str:
     if wanted in (ggufs := _gguf_models(files)):
         return wanted
     there = [file for file in ggufs if not is_later_part(Path(file))]
-    ending = re.compile(
-        rf"(.*[-._/])?{re.escape(wanted)}(-00001-of-\d{{5}})?\.gguf", re.IGNORECASE
-    )
+    ending = re.compile(rf"(.*[-._/])?{re.escape(wanted)}(-00001-of-\d{{5}})?\.gguf", re.IGNORECASE)
     found = [file for file in there if ending.fullmatch(file)]
     if len(found) == 1:
         return found[0]

@@ -6,7 +6,13 @@ import jax.numpy as jnp
 
 from ..cache import answer_bytes_per_token, bytes_per_token
 from ..config import Config
-from ..cost import decode_flops, decode_weights, prefill_flops, visible_positions
+from ..cost import (
+    attentions_of_a_step,
+    decode_flops,
+    decode_weights,
+    prefill_flops,
+    visible_positions,
+)
 
 
 def serving_table(config: Config, dtype: jnp.dtype, length: int) -> str:
@@ -42,6 +48,9 @@ def serving_table(config: Config, dtype: jnp.dtype, length: int) -> str:
 
 def decode_bytes(config: Config, dtype: jnp.dtype, context: int, *, swiftkv: bool) -> float:
     """Bytes of weights, keys and values that a decode step of one row reads with `context`
-    positions in the cache: every layer reads its keys and values, shared or not."""
-    cached = bytes_per_token(config, dtype, swiftkv=False) * visible_positions(config, context)
-    return decode_weights(config, swiftkv=swiftkv) * dtype.itemsize + cached
+    positions in the cache: every layer reads its keys and values, shared or not, each time that
+    it attends to them."""
+    of_a_layer = bytes_per_token(config, dtype, swiftkv=False) / config.num_layers
+    read = of_a_layer * attentions_of_a_step(config, swiftkv=swiftkv)
+    weights = decode_weights(config, swiftkv=swiftkv) * dtype.itemsize
+    return weights + read * visible_positions(config, context)

@@ -44,6 +44,11 @@ def test_weights_of_the_teacher_are_its_matrices(name):
             ["served (own, tail 64)", "67.10    127.96   52%", "19.84     19.30  103%"]
             + ["16.62     16.08  103%", "80.00    128.00   62%", "160.00    128.00  125%"],
         ),
+        (  # three maps; two layers' queries, attention with its cache, and outputs twice
+            {"prompt_attention_layers": 3, "exact_head": 1},
+            ["served (boundary, exact head)", "72.30    127.96   57%", "19.81     19.30  103%"]
+            + ["16.39     16.08  102%", "128.00    128.00  100%", "128.00    128.00  100%"],
+        ),
     ],
 )
 def test_table(served, lines):

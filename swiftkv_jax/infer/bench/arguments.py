@@ -83,6 +83,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "or 0)",
     )
     add(
+        "--exact-head",
+        type=int,
+        choices=(0, 1),
+        help="1: the first token of a prompt runs through all layers (default: the model's, or 0)",
+    )
+    add(
         "--input-len",
         type=_lengths,
         default=[512, 2048],

@@ -68,7 +68,7 @@ def _without_teacher(config: Config, llama: Llama) -> Llama:
     kept = None
     if config.has_two_caches:
         kept = llama.upper_qkv
-    elif config.generated_kv == "own" and llama.upper_qkv is not None:
+    elif config.keeps_own and llama.upper_qkv is not None:
         kept = dataclasses.replace(llama.upper_qkv, q=None, q_bias=None)
     return dataclasses.replace(llama, upper_qkv=kept)
 

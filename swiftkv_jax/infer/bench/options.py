@@ -32,6 +32,7 @@ class BenchOptions:
     key_value_group_size: int | None
     prompt_attention_layers: int | None
     boundary_taps: int | None
+    exact_head: int | None
     input_len: list[int]
     output_len: int | None
     batch: list[int] | None

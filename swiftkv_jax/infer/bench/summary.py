@@ -22,6 +22,7 @@ import numpy as np
 from ...cache import bytes_per_token
 from ...config import Config
 from ...cost import (
+    attentions_of_a_step,
     decode_flops,
     experts_read,
     layer_weights,
@@ -54,15 +55,15 @@ class Variant:
     embedding that is not also the output matrix only rows are read, which do not count."""
     kv_bytes: int
     """Bytes of keys and values that a decode step reads for each position of each row: every layer
-    reads its own, whether it shares them or not."""
+    reads its own, whether it shares them or not, each time that it attends to them."""
     written_bytes: int
     """Bytes of keys and values that are written for each token."""
     decode_steps: int
     expert_bytes: int = 0
     """Bytes of experts among `weight_bytes`, of which a step reads those that its tokens choose."""
     tail_bytes: int = 0
-    """Bytes of weights besides `prefill_bytes` that a chunk reads which runs the end of a prompt
-    through all layers."""
+    """Bytes of weights besides `prefill_bytes` that a chunk reads which runs the end or the first
+    token of a prompt through all layers."""
 
     @property
     def prompt_config(self) -> Config:
@@ -101,22 +102,26 @@ def variant_of(
     unread = 0 if weights.lm_head is None else num_bytes(weights.embed)
     if shapes.kv == "own":
         unread += num_bytes(boundary)
+    elif shapes.kv == "boundary":
+        unread += num_bytes(weights.upper_kv)  # of an exact head, which is a prompt's
     tail = num_bytes((weights.upper, weights.upper_q, weights.upper_kv, weights.upper_mix))
     tail -= num_bytes(attention)
     blocks = (*weights.lower, *weights.upper)
     experts = [(block.expert_gate, block.expert_up, block.expert_down) for block in blocks]
-    dp_size, served = shapes.dp_size, served_config(config, name == STUDENT)
+    dp_size, swiftkv = shapes.dp_size, name == STUDENT
+    served = served_config(config, swiftkv)
+    position = bytes_per_token(config, cache_dtype, swiftkv=False) // config.num_layers
     return Variant(
         name=name,
         config=config,
         prefill_bytes=dp_size * filling,
         weight_bytes=dp_size * (num_bytes(weights) - unread),
-        kv_bytes=kv_head_copies * bytes_per_token(config, cache_dtype, swiftkv=False),
+        kv_bytes=kv_head_copies * position * attentions_of_a_step(config, swiftkv=swiftkv),
         written_bytes=kv_head_copies
         * bytes_per_token(served, cache_dtype, swiftkv=not shapes.pages_per_own_page),
         decode_steps=shapes.decode_steps,
         expert_bytes=dp_size * num_bytes(experts),
-        tail_bytes=dp_size * tail if shapes.tail else 0,
+        tail_bytes=dp_size * tail if shapes.tail or served.exact_head else 0,
     )
 
 

@@ -155,7 +155,7 @@ def _with_generated_kv(options: BenchOptions, config: Config) -> Config:
     if STUDENT not in options.variants:
         return config
     given = (options.engine.get(name) for name in ("generated_kv", "exact_tail"))
-    return choose_generated_kv(config, *given)
+    return choose_generated_kv(config, *given, exact_head=options.exact_head)
 
 
 def _dummy_config(options: BenchOptions) -> tuple[Config, str]:

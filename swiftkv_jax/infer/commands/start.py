@@ -48,5 +48,7 @@ def start_engine(
         tail = engine.config.exact_tail
         prompt = f", and so do the last {tail} of a prompt" if tail else ""
         logger.info(f"generated tokens keep their own keys and values{prompt}")
+    if engine.config.exact_head:
+        logger.info("the first token of a text keeps its own keys and values")
     logger.info(f"ready in {time.perf_counter() - start:.1f} s")
     return engine

@@ -224,7 +224,8 @@ def test_heads_that_are_paired_stay_so(kv):
     """The model that is measured answers as the one that was given."""
     model = own_kv_engines.model("g=2")
     names = "num_key_value_layers", "key_value_group_size"
-    fields: Any = dict.fromkeys((*names, "prompt_attention_layers", "boundary_taps"))
+    names += "prompt_attention_layers", "boundary_taps", "exact_head"
+    fields: Any = dict.fromkeys(names)
     options: Any = SimpleNamespace(**fields, variants=(STUDENT,), engine={"generated_kv": kv})
     measured = variants._with_cut(options, model)
     assert measured.config.shared_kv_heads == model.config.shared_kv_heads is not None
