@@ -17,7 +17,7 @@ LAYERS = {
     "gemma3": "18 of width 640",
     "qwen2.5-coder": "24 of width 896",
 }
-PROMPT, CONTINUATION = "The capital of France is", " Paris"
+PROMPT, CONTINUATION, OTHER = "The opposite of hot is", " cold", " Berlin"
 GREEDY = "--temperature 0 --max-tokens 16".split()
 SMALL = "--max-model-len 256 --max-num-seqs 2 --max-num-batched-tokens 64".split()
 
@@ -55,20 +55,21 @@ def test_generate(name):
 
 @pytest.mark.parametrize("name", ["smollm2", "qwen2.5-coder"])
 def test_chat(name):
-    """Two turns of the models that have a chat template; the second is about the first."""
-    turns = "My name is Ada. Greet me by my name.\nWhat is my name?\n"
+    """Two turns of the models that have a chat template; the second leaves out what is asked."""
+    turns = "What is the capital of France?\nAnd of Italy?\n"
     text = swiftkv("infer", "chat", "-m", path_of(name), *GREEDY, given=turns)[0]
-    assert text.count("Ada") >= 2
+    assert "The capital of France is Paris." in text
+    assert "The capital of Italy is Rome." in text
 
 
 def test_score(name, tmp_path):
-    """What is true is likelier than what is not, and the likeliest."""
-    rows = [{"context": PROMPT, "continuation": place} for place in (CONTINUATION, " Berlin")]
+    """The word that generation takes is the likeliest one, by far before one that does not fit."""
+    rows = [{"context": PROMPT, "continuation": text} for text in (CONTINUATION, OTHER)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     lines = swiftkv("infer", "score", "-m", path_of(name), "-i", tmp_path / "rows.jsonl", *SMALL)[0]
     right, wrong = map(json.loads, lines.splitlines())
     assert right["is_greedy"] and not wrong["is_greedy"]
-    assert -4 < right["logprob"] < -0.1 and wrong["logprob"] < right["logprob"] - 1
+    assert -2 < right["logprob"] < 0 and wrong["logprob"] < right["logprob"] - 4
 
 
 def test_convert(tmp_path):
