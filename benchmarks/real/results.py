@@ -19,13 +19,16 @@ from .measure import Settings
 
 NAME = "real"
 CELLS, TEACHER = "cells", "teacher"
+_OF_CELL = "date", "command", "commit", "sources_sha256"
+"""What each cell says of how it was measured: several commands write to a file."""
 
 
 class Results:
     """A result file. Cells are added as they are measured, by several processes in turn too."""
 
-    def __init__(self, path: Path, document: dict[str, Any]):
-        self.path, self.document = path, document
+    def __init__(self, path: Path, document: dict[str, Any], measured: dict[str, Any]):
+        """`measured` says how the cells that will be added are measured."""
+        self.path, self.document, self._measured = path, document, measured
 
     @classmethod
     def open(cls, name: str, model: Model, settings: Settings, output: Path | None) -> Results:
@@ -46,18 +49,19 @@ class Results:
             CELLS: [],
         }
         kind = facts["device"]["kind"]
+        measured = {part: document[part] for part in _OF_CELL if part in document}
         path = output or report.default_path(f"{NAME}-{name}", kind, facts["date"])
         pattern = path.name if output else f"{path.name[:-20]}2*.json"
         for found in sorted(path.parent.glob(pattern), reverse=True):
             before = json.loads(found.read_text(encoding="utf-8"))
             if all(before[part] == document[part] for part in ("model", "settings")):
-                return cls(found, before)
+                return cls(found, before, measured)
             if output:
                 raise UsageError(
                     f"`output`={output}: it holds another model or was measured with other settings"
                 )
         report.check_writable(path)
-        return cls(path, document)
+        return cls(path, document, measured)
 
     def find(self, cell: Cell) -> dict[str, Any] | None:
         """A cell's figures, if they were measured."""
@@ -67,7 +71,7 @@ class Results:
         """Write a cell in place of the one that was there."""
         self.document = self._stored()
         others = [one for one in self.document[CELLS] if not is_of(one, cell)]
-        self.document[CELLS] = [*others, cell.key | figures]
+        self.document[CELLS] = [*others, cell.key | figures | {"measured": self._measured}]
         report.write_json(self.path, self.document)
 
     def note(self, name: str, value: Any) -> None:

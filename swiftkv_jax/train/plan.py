@@ -81,7 +81,13 @@ def planned_model(
             f"{recipe.model}: {missing(Path(recipe.model))}; shapes that are known by name: "
             f"{', '.join(PRESETS)}"
         )
-    config = cut_model(recipe, preset or auxiliary_files_of(Path(recipe.model))[0])
+    teacher = preset or auxiliary_files_of(Path(recipe.model))[0]
+    config = cut_model(recipe, teacher)
+    if recipe.num_key_value_layers is None and not teacher.num_upper_layers:
+        logger.info(
+            "half of the layers keep their own keys and values in this plan; a run takes what an "
+            "analysis recommends: name `num_key_value_layers`, or an `analysis` that was made"
+        )
     if topology is not None:
         os.environ.update(ENVIRONMENT)
         jax.config.update("jax_platforms", "cpu")
