@@ -42,7 +42,7 @@ from swiftkv_jax.train.setup import cut_model, open_tokenizer
 
 from .real import corpus, generations, parts, table
 from .real.__main__ import add_flags, name_of, settings_of
-from .real.cells import PROGRAMS, Cell
+from .real.cells import PROGRAMS, WITH_NEURONS, Cell, Program, program_of
 from .real.measure import Bench
 from .real.results import Results
 
@@ -74,11 +74,11 @@ class Plan:
     calibration_tokens: int | None = None
     """Of the start in closed form; None is the trainer's default."""
 
-    def cells(self, num_layers: int, program: str) -> list[Cell]:
+    def cells(self, num_layers: int, program: Program) -> list[Cell]:
         """The students; tokens are rounded to whole steps."""
         per_step = self.batch_size * self.max_length
         return [
-            Cell(cut, PROGRAMS[program].at(num_layers - cut), "own", 64, steps * per_step)
+            Cell(cut, program.at(num_layers - cut), "own", 64, steps * per_step)
             for cut, tokens in ((round(num_layers * share), tokens) for share, tokens in self.runs)
             for steps in [max(1, round(tokens / per_step))]
         ]
@@ -132,7 +132,12 @@ def main(argv: list[str] | None = None) -> int:
     flag = parser.add_argument
     flag("plan", choices=PLANS)
     flag("--model", required=True, help="folder, GGUF file or folder of parts")
-    flag("--program", choices=PROGRAMS, default="tap", help="(default: %(default)s)")
+    flag(
+        "--program",
+        choices=[*PROGRAMS, *WITH_NEURONS],
+        default="tap",
+        help="(default: %(default)s)",
+    )
     flag("--seconds", type=float, help="stop and save after so many seconds")
     flag("--folder", type=Path, default=Path("runs/distill-real"), help="(default: %(default)s)")
     flag("--dry-run", action="store_true", help="operations and times, without training")
@@ -147,7 +152,9 @@ def run(args: argparse.Namespace) -> int:
     args.folder.mkdir(parents=True, exist_ok=True)
     if parts.is_split(Path(args.model)):
         args.model = join(Path(args.model), args.folder)
-    cells = plan.cells(open_any(args.model).config.num_layers, args.program)
+    config = open_any(args.model).config
+    program = program_of(config, args.program)
+    cells = plan.cells(config.num_layers, program)
     if args.dry_run:
         print(estimate(plan, args.model, cells))
         return cli.OK

@@ -287,6 +287,7 @@ def calibrate(
     key_value_group_size: int = 1,
     *,
     prompt_attention_layers: int = 0,
+    prompt_mlp_neurons: int = 0,
     boundary_taps: int = 0,
     generated_kv: GeneratedKV | None = None,
     exact_tail: int | None = None,
@@ -296,7 +297,8 @@ def calibrate(
 ) -> Calibrated:
     """A student in closed form, without training: the upper layers' keys and values by least
     squares from the hidden state that enters the first of them (see `calibration`), improved by
-    the attention of `prompt_attention_layers` and by `boundary_taps` (see `Config`).
+    the attention of `prompt_attention_layers`, their `prompt_mlp_neurons` and `boundary_taps` (see
+    `Config`).
 
     `data` are texts, for a model with a tokenizer, or rows of token ids; about 256 tokens per entry
     of the hidden state suffice. They are packed into rows of at most `max_length` tokens, of which
@@ -312,7 +314,12 @@ def calibrate(
     from .train.data.batches import calibration_batches
 
     config = cut_of(
-        model, num_key_value_layers, key_value_group_size, prompt_attention_layers, boundary_taps
+        model,
+        num_key_value_layers,
+        key_value_group_size,
+        prompt_attention_layers,
+        prompt_mlp_neurons,
+        boundary_taps,
     )
     config = choose_generated_kv(config, generated_kv, exact_tail, exact_head)
     refuse_quantized(model.llama, "calibrate")

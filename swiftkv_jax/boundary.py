@@ -26,7 +26,7 @@ from .packed_attention import head_major, mixed, packed_reader
 from .params import QKV, Llama, SwiftKV, require_upper_kv
 from .quantization import Quantized, product
 from .rope import Tables, apply_rope, group_table, table_of
-from .sharding import all_gather_fsdp, all_gather_map, all_gather_mix, constrain_activations
+from .sharding import all_gather_fsdp, all_gather_mix, all_gather_prompt_mlp, constrain_activations
 
 
 def boundary_kv(
@@ -48,7 +48,8 @@ def boundary_kv(
             config, llama, delta, index, x, tables, segment_ids, attention=attention
         )
         alone.append(kv)
-    projections = dataclasses.replace(delta, q=None, q_bias=None, q_norm=None, mlp_map=None)
+    projections = dataclasses.replace(delta, q=None, q_bias=None, q_norm=None)
+    projections = projections.with_prompt_mlp(None)
     kv = project_kv(
         config,
         all_gather_fsdp(mesh, projections, layer=False),
@@ -89,7 +90,8 @@ def run_prompt_layer(
     rope = table_of(config, tables, kind)
     mix = None if delta.mix is None else all_gather_mix(mesh, delta.mix[index])
     read = packed_reader(config, attention, segment_ids, kind.window)
-    mlp_map = all_gather_map(mesh, delta.mlp_map[index]) if mapped else None
+    mlp = jax.tree.map(lambda leaf: leaf[index], delta.prompt_mlp) if mapped else None
+    mlp = None if mlp is None else all_gather_prompt_mlp(mesh, mlp)
 
     def attend(q, k, v):
         k, v = head_major(k), head_major(v)
@@ -99,7 +101,7 @@ def run_prompt_layer(
         return mixed(read(q, k[:, heads], v[:, heads]), mix), (k, v)
 
     if not config.exact_head:
-        x, kv = attention_layer(config, block, qkv, mlp_map, x, rope, attend)
+        x, kv = attention_layer(config, block, qkv, mlp, x, rope, attend)
         return constrain_activations(mesh, x, sequence=attention.shard_sequence), kv
 
     first = first_tokens(segment_ids)
@@ -111,7 +113,7 @@ def run_prompt_layer(
         k, v = (jnp.where(keep, one, other) for one, other in zip(own, (k, v), strict=True))
         return attend(q, k, v)
 
-    mapped_x, kv = attention_layer(config, block, qkv, mlp_map, x, rope, attend_own)
+    mapped_x, kv = attention_layer(config, block, qkv, mlp, x, rope, attend_own)
     whole, _ = self_layer(config, block, qkv, x, rope, attend_own, attention)
     x = jnp.where(first[..., None], whole, mapped_x)
     return constrain_activations(mesh, x, sequence=attention.shard_sequence), kv

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from typing import Literal
 
+from .boundary_checks import check_boundary
 from .errors import ConfigError
 from .layer_kind import LayerKind
 from .rope_config import Rope
@@ -105,6 +106,8 @@ class Config:
     """M: number of upper layers, the first ones, of which prompt tokens run the attention, with a
     linear map (`SwiftKV.mlp_map`) in place of the MLP. They have caches of their own, and the other
     upper layers' keys and values come from the hidden state after them."""
+    prompt_mlp_neurons: int = 0
+    """m: number of neurons of each of their MLPs that run beside the map (`SwiftKV.mlp_gate`)."""
     boundary_taps: int = 0
     """0, or 1: those keys come from the hidden states of a token and of the one before it
     (`SwiftKV.k_tap`). Values do not: what a tap brings nearly all lies in the keys."""
@@ -149,7 +152,7 @@ class Config:
                 f"num_key_value_layers={self.num_key_value_layers} must be from 1 to "
                 f"num_layers={self.num_layers}"
             )
-        self._check_boundary()
+        check_boundary(self)
         if not min(self.num_experts, 1) <= self.num_experts_per_token <= self.num_experts:
             raise ConfigError(
                 f"num_experts_per_token={self.num_experts_per_token} must be from 1 to "
@@ -158,28 +161,6 @@ class Config:
         self._check_layer_kinds()
         self._check_shared_kv_heads()
         self._check_generated_kv()
-
-    def _check_boundary(self):
-        if type(alone := self.prompt_attention_layers) is not int:
-            raise ConfigError(f"prompt_attention_layers={alone!r} must be a whole number")
-        if self.num_upper_layers == 0:  # nothing is projected
-            object.__setattr__(self, "prompt_attention_layers", 0)
-            object.__setattr__(self, "boundary_taps", 0)
-        elif not 0 <= alone < self.num_upper_layers:
-            raise ConfigError(
-                f"prompt_attention_layers={alone} must be from 0 to {self.num_upper_layers - 1}: "
-                f"of {self.num_upper_layers} upper layers one must be left to project for"
-            )
-        if type(self.boundary_taps) is not int or self.boundary_taps not in (0, 1):
-            raise ConfigError(f"boundary_taps={self.boundary_taps!r} must be 0 or 1")
-        left, alone = self.num_layers - self.first_projected_layer, self.prompt_attention_layers
-        if self.key_value_group_size < 1 or left % self.key_value_group_size:
-            raise ConfigError(
-                f"key_value_group_size={self.key_value_group_size} must divide the {left} layers "
-                f"from num_key_value_layers={self.num_key_value_layers} "
-                f"{f'+ prompt_attention_layers={alone} ' * (alone > 0)}to "
-                f"num_layers={self.num_layers}"
-            )
 
     def _check_layer_kinds(self):
         if len(set(self.layer_kinds)) == 1:
@@ -375,24 +356,27 @@ class Config:
         key_value_group_size: int = 1,
         *,
         prompt_attention_layers: int | None = None,
+        prompt_mlp_neurons: int | None = None,
         boundary_taps: int | None = None,
     ) -> Config:
-        """The same Llama with another SwiftKV cut. Prompt attention layers and taps that are None
-        stay as they are at the cut that it has, and are 0 at another. Raises `ConfigError` if the
-        cut does not fit the layers."""
+        """The same Llama with another SwiftKV cut. Prompt attention layers, their neurons and taps
+        that are None stay as they are at the cut that it has, and are 0 at another. Raises
+        `ConfigError` if the cut does not fit the layers."""
         same = (num_key_value_layers, key_value_group_size) == (
             self.num_key_value_layers,
             self.key_value_group_size,
         )
-        alone, taps = prompt_attention_layers, boundary_taps
+        alone, neurons, taps = prompt_attention_layers, prompt_mlp_neurons, boundary_taps
         alone = (self.prompt_attention_layers if same else 0) if alone is None else alone
         taps = (self.boundary_taps if same else 0) if taps is None else taps
         same = same and alone == self.prompt_attention_layers
+        neurons = (self.prompt_mlp_neurons if same else 0) if neurons is None else neurons
         return dataclasses.replace(
             self,
             num_key_value_layers=num_key_value_layers,
             key_value_group_size=key_value_group_size,
             shared_kv_heads=self.shared_kv_heads if same else None,
             prompt_attention_layers=alone,
+            prompt_mlp_neurons=neurons,
             boundary_taps=taps,
         )

@@ -34,6 +34,8 @@ from .quantization import SCALE
 from .rope_config import Rope
 
 HUGGING_FACE, RUN = "Hugging Face", "training run"
+_EXTENSIONS = "prompt_attention_layers", "prompt_mlp_neurons", "boundary_taps", "exact_head"
+"""Fields of `Config` that only extended checkpoints have."""
 
 
 def main(args: argparse.Namespace) -> int:
@@ -156,11 +158,7 @@ def _facts(opened: Source, kind: str) -> list[tuple[str, str]]:
         ("swiftkv", _yes(opened.has_delta)),
         ("num_key_value_layers", str(config.num_key_value_layers)),
         ("key_value_group_size", str(config.key_value_group_size)),
-        *(
-            (name, str(value))
-            for name in ("prompt_attention_layers", "boundary_taps", "exact_head")
-            if (value := getattr(config, name))
-        ),
+        *((name, str(value)) for name in _EXTENSIONS if (value := getattr(config, name))),
         ("teacher q, k, v", _yes(opened.has_teacher)),
         ("parameters", f"{frozen + trained:,} = {frozen:,} frozen + {trained:,} trained"),
         ("bytes", f"{num_bytes:,}"),
@@ -213,7 +211,7 @@ def _options(config: Config) -> list[str]:
     shown = {"layer_kinds", "qkv_bias", "o_bias", "family", "num_experts", "num_experts_per_token"}
     shown |= {"max_position_embeddings", "tie_word_embeddings", "norm_eps", "shared_kv_heads"}
     shown |= {"num_key_value_layers", "key_value_group_size"}
-    shown |= {"prompt_attention_layers", "boundary_taps", "exact_head"}
+    shown |= set(_EXTENSIONS)
     return [
         f"{field.name}={_shortened(getattr(config, field.name))}"
         for field in dataclasses.fields(config)

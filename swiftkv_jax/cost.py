@@ -30,11 +30,11 @@ def prefill_flops(config: Config, length: int, *, swiftkv: bool) -> int:
 
 
 def boundary_flops(config: Config, length: int) -> int:
-    """Operations for the upper keys and values of `length` tokens: the attention and the map of
-    each of `config.prompt_attention_layers`, and the projections."""
+    """Operations for the upper keys and values of `length` tokens: the attention and what
+    stands in for the MLP of each of `config.prompt_attention_layers`, and the projections."""
     alone = config.prompt_attention_layers
     layers = range(config.num_lower_layers, config.first_projected_layer)
-    weights = alone * (attention_weights(config) - kv_weights(config) + config.embed_dim**2)
+    weights = alone * (prompt_layer_weights(config) - kv_weights(config))
     weights += boundary_kv_weights(config)
     return 2 * length * weights + _attention_flops(config, layers, length)
 
@@ -117,7 +117,7 @@ def decode_weights(config: Config, *, swiftkv: bool) -> int:
     if swiftkv:
         layers += config.num_upper_layers * second_query_flops(config) // 2
         if _decodes_boundary(config):
-            layers += config.prompt_attention_layers * config.embed_dim**2
+            layers += config.prompt_attention_layers * prompt_mlp_weights(config)
         twice = _attention_twice(config, swiftkv=swiftkv)
         layers += twice * (attention_weights(config) - kv_weights(config))
     return layers + config.vocab_size * config.embed_dim
@@ -197,7 +197,7 @@ def calibration_flops_by_part(config: Config, length: int) -> dict[str, float]:
     teacher, and of each upper layer that is fitted the sums that `calibration.moments` takes. Those
     count once, as in float32: bfloat16 takes two products. The attention probabilities are those of
     whole rows, what the mask hides included. With prompt attention layers also those, and before
-    that a pass for each map."""
+    that a pass for each map, and one for the neurons beside it."""
     size = config.embed_dim * (1 + config.boundary_taps) + config.qkv_bias
     fitted, alone = config.num_layers - config.first_projected_layer, config.prompt_attention_layers
     parts = {
@@ -210,20 +210,27 @@ def calibration_flops_by_part(config: Config, length: int) -> dict[str, float]:
     if alone:
         parts["prompt attention layers"] = prompt_layers_flops(config, alone, length) / length
         parts["passes for maps"] = sum(
-            (
-                _layers_flops(config, range(config.num_lower_layers + count), length)
-                + prompt_layers_flops(config, count, length)
-            )
-            / length
-            + 2 * 2 * config.embed_dim**2
-            for count in range(1, alone + 1)
+            _map_flops(config, count, length) for count in range(1, alone + 1)
         )
     return parts
 
 
+def _map_flops(config: Config, count: int, length: int) -> float:
+    """Operations per token of the passes for map `count`."""
+    lower, width = config.num_lower_layers, config.embed_dim
+    prompt = prompt_layers_flops(config, count, length)
+    size = width + config.prompt_mlp_neurons
+    flops = (_layers_flops(config, range(lower + count), length) + prompt) / length
+    flops += 2 * size * (size + width)
+    if config.prompt_mlp_neurons:
+        flops += (_layers_flops(config, range(lower), length) + prompt) / length
+        flops += 2 * 2 * config.mlp_dim * width
+    return flops
+
+
 def prompt_layers_flops(config: Config, count: int, length: int) -> int:
     """Operations of the first `count` prompt attention layers over a row: queries, keys, values,
-    attention, its output and the map."""
+    attention, its output and what stands in for the MLP."""
     layers = range(config.num_lower_layers, config.num_lower_layers + count)
     matrices = count * 2 * length * prompt_layer_weights(config)
     return matrices + _attention_flops(config, layers, length)
@@ -231,7 +238,12 @@ def prompt_layers_flops(config: Config, count: int, length: int) -> int:
 
 def prompt_layer_weights(config: Config) -> int:
     """Entries of the matrices of a prompt attention layer that a token is multiplied by."""
-    return _layer_weights(config, 0) - config.num_experts * config.embed_dim + config.embed_dim**2
+    return attention_weights(config) + prompt_mlp_weights(config)
+
+
+def prompt_mlp_weights(config: Config) -> int:
+    """Entries of what stands in for its MLP: a map, and gate, up and down of neurons."""
+    return config.embed_dim * (config.embed_dim + 3 * config.prompt_mlp_neurons)
 
 
 def query_scale_flops_by_part(config: Config, length: int) -> dict[str, float]:

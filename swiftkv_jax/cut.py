@@ -15,11 +15,12 @@ def choose_cut(
     key_value_group_size: int | None = None,
     *,
     prompt_attention_layers: int | None = None,
+    prompt_mlp_neurons: int | None = None,
     boundary_taps: int | None = None,
 ) -> Config:
     """The architecture at the given cut. Numbers that are None are those of the cut that `config`
-    has; without one, half of the layers are upper layers, without groups, prompt attention layers
-    and taps.
+    has; without one, half of the layers are upper layers, without groups, prompt attention layers,
+    neurons and taps.
 
     Raises `UsageError` if the layers cannot be cut so.
     """
@@ -29,14 +30,27 @@ def choose_cut(
     group = key_value_group_size
     if group is None:
         group = config.key_value_group_size if layers == config.num_key_value_layers else 1
-    alone = prompt_attention_layers
+    alone, neurons = prompt_attention_layers, prompt_mlp_neurons
     try:
-        return config.cut(layers, group, prompt_attention_layers=alone, boundary_taps=boundary_taps)
+        return config.cut(
+            layers,
+            group,
+            prompt_attention_layers=alone,
+            prompt_mlp_neurons=neurons,
+            boundary_taps=boundary_taps,
+        )
     except ConfigError as error:
         more = f", `prompt_attention_layers`={alone}" if alone else ""
+        more += f", `prompt_mlp_neurons`={neurons}" if neurons else ""
         raise UsageError(
             f"`num_key_value_layers`={layers} with `key_value_group_size`={group}{more}: {error}"
         ) from None
+
+
+def quarter_of_neurons(config: Config) -> int:
+    """As many of `Config.prompt_mlp_neurons` as were worth their cost beside a map on SmolLM2-135M:
+    a quarter of the MLP, in multiples of 64 for the devices' tiles; none of experts."""
+    return 0 if config.num_experts else 64 * round(config.mlp_dim / 4 / 64)
 
 
 def has_same_delta(config: Config, other: Config) -> bool:

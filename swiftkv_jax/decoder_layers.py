@@ -25,7 +25,7 @@ from .layers import (
     project_heads,
 )
 from .packed_attention import Attend, Heads
-from .params import QKV, Block, ServingBlock, SwiftKV
+from .params import QKV, Block, PromptMLP, ServingBlock, SwiftKV
 from .rope import apply_rope
 
 
@@ -91,19 +91,19 @@ def attention_layer(
     config: Config,
     block: Block | ServingBlock,
     qkv: QKV,
-    mlp_map: Float[Array, "D D"] | None,
+    mlp: PromptMLP | None,
     x,
     rope,
     attend: Attend,
 ):
-    """A `self_layer` with a linear map in place of its MLP, or nothing: (x, state). See
+    """A `self_layer` with `mlp` in place of its MLP, or nothing: (x, state). See
     `Config.prompt_attention_layers`."""
     with jax.named_scope("qkv"):
         q, k, v = _project_qkv(config, qkv, norm(config, x, block.attn_norm), rope)
     with jax.named_scope("attention"):
         attended, state = attend(q, k, v)
     x = add_attention(config, block, x, attended)
-    return x if mlp_map is None else add_mapped(config, block, x, mlp_map), state
+    return x if mlp is None else add_mapped(config, block, x, mlp), state
 
 
 def _project_qkv(config: Config, qkv: QKV, h: Float[Array, "B T D"], rope):

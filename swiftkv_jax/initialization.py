@@ -38,7 +38,8 @@ def init_swiftkv(config: Config, llama: Llama, dtype=None, *, start: Start = "au
 
     The norm is that of the first layer that is projected for, queries and their norms are the
     teacher's, keys, their norms and values as `start` says, in float32; layers take the shared
-    values as they are. Taps and maps are zero.
+    values as they are. Taps and maps are zero; neurons beside maps are the MLP's first ones, with
+    zeros for what they add.
     Every leaf is a new buffer: nothing aliases the teacher, so the delta can be donated. `dtype`
     None keeps the teacher's. Raises `ValueError` if the teacher's upper projections were dropped.
     """
@@ -66,6 +67,10 @@ def init_swiftkv(config: Config, llama: Llama, dtype=None, *, start: Start = "au
     def zeros(row):
         return None if row is None else jnp.zeros(row.shape(config), dtype)
 
+    def neurons(leaf):
+        count = config.prompt_mlp_neurons
+        return copy(leaf[:first, :count]) if count else None
+
     first, rows, mix = config.prompt_attention_layers, swiftkv_params(config), None
     if rows.mix is not None:
         mix = jnp.broadcast_to(jnp.eye(config.head_dim, dtype=dtype), rows.mix.shape(config))
@@ -82,4 +87,7 @@ def init_swiftkv(config: Config, llama: Llama, dtype=None, *, start: Start = "au
         mix=mix,
         k_tap=zeros(rows.k_tap),
         mlp_map=zeros(rows.mlp_map),
+        mlp_gate=neurons(llama.upper.gate),
+        mlp_up=neurons(llama.upper.up),
+        mlp_down=zeros(rows.mlp_down),
     )

@@ -19,7 +19,7 @@ from .attention import DEFAULT, Attention
 from .config import Activation, Config
 from .experts import mixture
 from .mesh import FSDP, MODEL
-from .params import Block, Leaf, ServingBlock
+from .params import Block, Leaf, PromptMLP, ServingBlock
 from .quantization import Quantized, as_matrix, merge_outputs, product
 
 
@@ -149,12 +149,23 @@ def add_mapped(
     config: Config,
     block: Block | ServingBlock,
     x: Float[Array, "B T D"],
-    mlp_map: Float[Array, "D D"],
+    mlp: PromptMLP,
 ) -> Float[Array, "B T D"]:
     """What stands in for the MLP of a layer of which prompts run only the attention: a linear map
-    of its input, and the residual."""
+    of its input, some of its neurons, and the residual."""
     with jax.named_scope("mlp_map"):
-        return x + product("BTD,ED->BTE", norm(config, x, block.mlp_norm), mlp_map)
+        h = norm(config, x, block.mlp_norm)
+        out = product("BTD,ED->BTE", h, mlp.map)
+        if mlp.gate is not None:
+            out = out + product("BTS,DS->BTD", run_neurons(config, h, mlp.gate, mlp.up), mlp.down)
+        return x + out
+
+
+def run_neurons(
+    config: Config, h: Float[Array, "B T D"], gate: Float[Array, "S D"], up: Float[Array, "S D"]
+) -> Float[Array, "B T S"]:
+    """Activations of neurons of an MLP, from its input."""
+    return _gated(product("BTD,SD->BTS", h, gate), product("BTD,SD->BTS", h, up), config.activation)
 
 
 def _gate_and_up(

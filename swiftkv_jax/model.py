@@ -61,6 +61,8 @@ class Model:
             cut = f"K={config.num_key_value_layers} g={config.key_value_group_size}"
             if config.prompt_attention_layers:
                 cut += f" M={config.prompt_attention_layers}"
+            if config.prompt_mlp_neurons:
+                cut += f" m={config.prompt_mlp_neurons}"
             parts.append(f"SwiftKV {cut}{' tap' * config.boundary_taps}")
         arrays = jax.tree.leaves((self.llama, self.swiftkv), is_leaf=is_quantized)
         arrays = [leaf.values if is_quantized(leaf) else leaf for leaf in arrays]
@@ -119,6 +121,7 @@ def cut_of(
     num_key_value_layers: int,
     key_value_group_size: int,
     prompt_attention_layers: int = 0,
+    prompt_mlp_neurons: int = 0,
     boundary_taps: int = 0,
 ) -> Config:
     """The architecture of `model` at a cut, for a fresh delta. Raises `ConfigError` if the cut does
@@ -138,6 +141,7 @@ def cut_of(
         num_key_value_layers,
         key_value_group_size,
         prompt_attention_layers=prompt_attention_layers,
+        prompt_mlp_neurons=prompt_mlp_neurons,
         boundary_taps=boundary_taps,
     )
     return dataclasses.replace(config, shared_kv_heads=None)
@@ -149,18 +153,24 @@ def add_swiftkv(
     key_value_group_size: int = 1,
     *,
     prompt_attention_layers: int = 0,
+    prompt_mlp_neurons: int = 0,
     boundary_taps: int = 0,
 ) -> Model:
     """Give a model a fresh delta, copied from its own teacher (`initialization.init_swiftkv`).
 
     The first `num_key_value_layers` layers keep their keys and values; the others share one
     projection per `key_value_group_size` layers, after `prompt_attention_layers` of which prompts
-    run the attention and with `boundary_taps` (see `Config`). Any delta the model has is left
-    behind. Raises `ConfigError` if the cut does not fit and `UsageError` if the model is quantised,
-    or none.
+    run the attention and `prompt_mlp_neurons`, and with `boundary_taps` (see `Config`). Any delta
+    the model has is left behind. Raises `ConfigError` if the cut does not fit and `UsageError` if
+    the model is quantised, or none.
     """
     config = cut_of(
-        model, num_key_value_layers, key_value_group_size, prompt_attention_layers, boundary_taps
+        model,
+        num_key_value_layers,
+        key_value_group_size,
+        prompt_attention_layers,
+        prompt_mlp_neurons,
+        boundary_taps,
     )
     refuse_quantized(model.llama, "add_swiftkv")
     llama = split_layers(config, model.llama)

@@ -22,6 +22,7 @@ _SIZES = {
     "E": "num_experts",
     "Nq": "q_norm_dim",
     "Kq": "k_norm_dim",
+    "S": "prompt_mlp_neurons",
 }
 _STACKS: dict[str, Callable[[Config], Sequence[int]]] = {
     "L": lambda config: range(config.num_lower_layers),
@@ -142,6 +143,13 @@ def tap(dims: str, tensor: str) -> Param:
         split="K",
         in_axes=1,
         when=lambda config: config.boundary_taps > 0,
+    )
+
+
+def prompt_neuron(dims: str, tensor: str, init: Literal["normal", "zeros"] = "normal") -> Param:
+    """A matrix of the neurons that run beside a map."""
+    return Param(
+        dims, tensor, init=init, split="S", when=lambda config: config.prompt_mlp_neurons > 0
     )
 
 

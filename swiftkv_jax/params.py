@@ -3,8 +3,8 @@
 Letters: V vocabulary, D model width, F MLP width, N query heads, K key/value heads, H head dim, L
 lower layers, U upper layers, J key/value groups of the upper layers (`Config.kv_groups`): M of
 layers of which prompts run the attention, P projected from the boundary state.
-E experts of an MLP, each F wide. Nq and Kq are the scales of the norms of queries and keys: H, or
-N H and K H.
+E experts of an MLP, each F wide, or S neurons of one that run beside a map. Nq and Kq are the
+scales of the norms of queries and keys: H, or N H and K H.
 
 Matrices keep the checkpoints' orientation (output features first), so import and export only split
 or merge the head axis. The same dataclasses hold arrays, `ShapeDtypeStruct`s, `PartitionSpec`s,
@@ -49,6 +49,7 @@ from .param_rows import (
     norm_after,
     norm_before,
     norm_scale,
+    prompt_neuron,
     tap,
     untied,
     value_mix,
@@ -114,6 +115,17 @@ class ServingBlock:
 
 
 @struct.dataclass
+class PromptMLP:
+    """What stands in for the MLP of a prompt attention layer, or for those of a stack: a map, and
+    with `Config.prompt_mlp_neurons` some neurons."""
+
+    map: Leaf  # D D
+    gate: Leaf = None  # S D
+    up: Leaf = None  # S D
+    down: Leaf = None  # D S
+
+
+@struct.dataclass
 class QKV:
     """Query, key and value projections of a layer. `?` is L or U."""
 
@@ -174,9 +186,28 @@ class SwiftKV:
         ),
     ] = None
     """In place of the MLP of a prompt's attention layer: what is added to the residual, from the
-    state after the norm before the MLP."""
+    state after the norm before the MLP. The neurons beside it are rows of the MLP's gate and up,
+    with output weights that are fitted together with the map."""
+    mlp_gate: Annotated[Leaf, prompt_neuron("M S D", "mlp.gate_swiftkv.weight")] = None
+    mlp_up: Annotated[Leaf, prompt_neuron("M S D", "mlp.up_swiftkv.weight")] = None
+    mlp_down: Annotated[Leaf, prompt_neuron("M D S", "mlp.down_swiftkv.weight", "zeros")] = None
 
     __repr__ = _summary
+
+    @property
+    def prompt_mlp(self) -> PromptMLP | None:
+        """What stands in for the MLPs of `Config.prompt_attention_layers`, as stacks; None without
+        any."""
+        if self.mlp_map is None:
+            return None
+        return PromptMLP(self.mlp_map, self.mlp_gate, self.mlp_up, self.mlp_down)
+
+    def with_prompt_mlp(self, mlp: PromptMLP | None) -> SwiftKV:
+        """The same with these stacks in the place of its own."""
+        mlp = PromptMLP(None) if mlp is None else mlp
+        return dataclasses.replace(
+            self, mlp_map=mlp.map, mlp_gate=mlp.gate, mlp_up=mlp.up, mlp_down=mlp.down
+        )
 
 
 def _rows(cls: type, stack: str = "?") -> dict[str, Any]:

@@ -8,6 +8,7 @@ key/value heads on four devices, for example; `infer.runner.kv_heads` splits the
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, TypeGuard
 
@@ -25,6 +26,7 @@ from .params import (
     Block,
     Llama,
     Param,
+    PromptMLP,
     SwiftKV,
     llama_shapes,
     map_params,
@@ -92,9 +94,13 @@ def all_gather_mix(mesh: Mesh | None, mix: jax.Array | None) -> jax.Array | None
     return _gather_layer(mesh, SWIFTKV_PARAMS.mix, mix)
 
 
-def all_gather_map(mesh: Mesh | None, mlp_map: jax.Array) -> jax.Array:
-    """`all_gather_fsdp` for what stands in for the MLP of one layer, D D."""
-    return _gather_layer(mesh, SWIFTKV_PARAMS.mlp_map, mlp_map)
+def all_gather_prompt_mlp(mesh: Mesh | None, mlp: PromptMLP) -> PromptMLP:
+    """`all_gather_fsdp` for what stands in for the MLP of one layer."""
+    rows = SWIFTKV_PARAMS.prompt_mlp
+    names = [field.name for field in dataclasses.fields(PromptMLP)]
+    return PromptMLP(
+        **{name: _gather_layer(mesh, getattr(rows, name), getattr(mlp, name)) for name in names}
+    )
 
 
 def _gather_layer(mesh: Mesh | None, row: Param, leaf: Any) -> Any:

@@ -36,17 +36,25 @@ BASE = Config(
     num_key_value_layers=K,
     qkv_bias=True,
 )
-CUTS = [(0, 1, 1, 0), (1, 0, 1, 0), (2, 1, 1, 0), (1, 1, 2, 0), (3, 0, 2, 0), (3, 1, 1, 1)]
-"""(M, taps, group size, exact head)"""
+CUTS = [
+    (0, 1, 1, 0),
+    (1, 0, 1, 0),
+    (2, 1, 1, 0),
+    (1, 1, 2, 0, 24),
+    (3, 0, 2, 0),
+    (3, 1, 1, 1, 5),
+]
+"""(M, taps, group size, exact head, neurons)"""
 
 
 def model_of(
-    layers: int, taps: int, group: int, head: int = 0, **fields: Any
+    layers: int, taps: int, group: int, head: int = 0, neurons: int = 0, **fields: Any
 ) -> tuple[Config, Llama, SwiftKV]:
     """A random model in which nothing of the boundary is zero or one."""
     config = dataclasses.replace(
         BASE,
         prompt_attention_layers=layers,
+        prompt_mlp_neurons=neurons,
         boundary_taps=taps,
         key_value_group_size=group,
         exact_head=head,
@@ -82,6 +90,11 @@ def rotated(x, position):
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
+def mlp(gate, up, down, m):
+    gated = gate @ m
+    return down @ (gated / (1 + np.exp(-gated)) * (up @ m))
+
+
 def expected_kv(config: Config, llama: Llama, delta: SwiftKV, states):
     """Keys and values (J T K H, rotated) of one document from its hidden states at layer K."""
     llama, delta = jax.tree.map(np.float64, (llama, delta))
@@ -112,10 +125,12 @@ def expected_kv(config: Config, llama: Llama, delta: SwiftKV, states):
             u = x + np.einsum("dnh,nh->d", block.o, np.stack(attended))
             m = normed(u, block.mlp_norm)
             if config.exact_head and t == 0:
-                gate = block.gate @ m
-                after.append(u + block.down @ (gate / (1 + np.exp(-gate)) * (block.up @ m)))
-            else:
-                after.append(u + delta.mlp_map[j] @ m)
+                after.append(u + mlp(block.gate, block.up, block.down, m))
+                continue
+            y_t = u + delta.mlp_map[j] @ m
+            if config.prompt_mlp_neurons:
+                y_t += mlp(delta.mlp_gate[j], delta.mlp_up[j], delta.mlp_down[j], m)
+            after.append(y_t)
         y = after
         keys.append(k)
         values.append(v)
@@ -159,15 +174,17 @@ def test_documents_of_a_row_do_not_see_each_other(cut):
 
 
 def test_a_fresh_delta_adds_nothing():
-    """Taps and maps start at zero, and with all layers' own projections the first upper layer is
-    the teacher's."""
-    config = dataclasses.replace(BASE, prompt_attention_layers=2, boundary_taps=1)
+    """Taps, maps and what neurons add start at zero, and with all layers' own projections the first
+    upper layer is the teacher's."""
+    fields = {"prompt_attention_layers": 2, "prompt_mlp_neurons": 3, "boundary_taps": 1}
+    config = dataclasses.replace(BASE, **fields)
     llama = init_llama(config, jax.random.key(0), scale=0.3)
     delta = init_swiftkv(config, llama)
-    for name in ("k_tap", "mlp_map"):
+    for name in ("k_tap", "mlp_map", "mlp_down"):
         assert not np.any(getattr(delta, name)), name
     assert delta.k_tap.shape == (3, 2, 4, 16) and delta.mlp_map.shape == (2, 16, 16)
     np.testing.assert_array_equal(delta.norm, llama.upper.attn_norm[2])
+    np.testing.assert_array_equal(delta.mlp_up, llama.upper.up[:2, :3])
 
 
 def test_the_first_token_is_the_teachers():
@@ -183,7 +200,7 @@ def test_the_first_token_is_the_teachers():
     assert np.abs(own[0, 1:4] - expected[0, 1:4]).max() > 0.1
     x, tables = run_lower_layers(config, llama, batch)
     config = dataclasses.replace(config, prompt_attention_layers=0, boundary_taps=0)
-    delta = dataclasses.replace(delta, k_tap=None, mlp_map=None)
+    delta = dataclasses.replace(delta, k_tap=None).with_prompt_mlp(None)
     marked = jnp.zeros(x.shape[:2], bool).at[jnp.arange(2)[:, None], first].set(True)
 
     def run(exact_head, own):
@@ -204,6 +221,19 @@ def test_the_token_before():
         ({"prompt_attention_layers": 5}, "from 0 to 4"),
         ({"prompt_attention_layers": -1}, "from 0 to 4"),
         ({"prompt_attention_layers": True}, "whole number"),
+        ({"prompt_attention_layers": 1, "prompt_mlp_neurons": 25}, "from 0 to mlp_dim=24"),
+        ({"prompt_attention_layers": 1, "prompt_mlp_neurons": -1}, "from 0 to mlp_dim=24"),
+        ({"prompt_attention_layers": 1, "prompt_mlp_neurons": 2.0}, "whole number"),
+        ({"prompt_mlp_neurons": 8}, "prompt_mlp_neurons=8 needs prompt_attention_layers"),
+        (
+            {
+                "prompt_attention_layers": 1,
+                "prompt_mlp_neurons": 8,
+                "num_experts": 4,
+                "num_experts_per_token": 1,
+            },
+            "prompt_mlp_neurons=8 must be 0: tokens choose among num_experts=4",
+        ),
         ({"boundary_taps": 2}, "must be 0 or 1"),
         ({"boundary_taps": True}, "must be 0 or 1"),
         ({"exact_head": 2}, "must be 0 or 1"),
@@ -223,5 +253,9 @@ def test_groups_begin_after_the_prompt_attention_layers():
     assert config.num_cache_layers == 5
     assert config.cut(2, 2) == config
     assert config.cut(3, 2).prompt_attention_layers == 0
+    more = config.cut(2, 2, prompt_mlp_neurons=8)
+    assert more.cut(2, 2) == more and more.cut(2, 1, prompt_attention_layers=1) == config.cut(
+        2, 1, prompt_attention_layers=1
+    )
     plain = config.cut(LAYERS)
     assert (plain.prompt_attention_layers, plain.boundary_taps) == (0, 0)

@@ -70,13 +70,19 @@ def test_prefill(swiftkv):
     )
 
 
-@pytest.mark.parametrize(("layers", "taps", "group"), [(1, 0, 1), (2, 1, 1), (3, 1, 2)])
-def test_prompt_attention_and_taps(layers, taps, group):
+@pytest.mark.parametrize(
+    ("layers", "taps", "group", "neurons"), [(1, 0, 1, 0), (2, 1, 1, 256), (3, 1, 2, 0)]
+)
+def test_prompt_attention_and_taps(layers, taps, group, neurons):
     """What they add to a prompt's operations and to a decode step's, as XLA counts them once it
     has merged what it finds twice."""
     plain = dataclasses.replace(CONFIG, num_layers=7, num_key_value_layers=2)
     config = dataclasses.replace(
-        plain, prompt_attention_layers=layers, boundary_taps=taps, key_value_group_size=group
+        plain,
+        prompt_attention_layers=layers,
+        prompt_mlp_neurons=neurons,
+        boundary_taps=taps,
+        key_value_group_size=group,
     )
     fields = {"batch": 1, "max_model_len": LENGTH, "page_size": LENGTH, "dtype": jnp.float32}
     for program, formula in (

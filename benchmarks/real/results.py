@@ -88,4 +88,4 @@ class Results:
 
 
 def is_of(stored: dict[str, Any], cell: Cell) -> bool:
-    return all(stored.get(name) == value for name, value in cell.key.items())
+    return all(stored.get(name, 0) == value for name, value in cell.key.items())

@@ -80,8 +80,8 @@ _INTRODUCTION = (
     "`python -m benchmarks.real MODEL` fits students in closed form and measures them; "
     "`python -m benchmarks.distill_real PLAN` trains them "
     "([how](../CONTRIBUTING.md#measurements)). A program is what the prompt computes above the "
-    "cut: the closed form only, a tap on the token before, the attention of some upper layers, or "
-    "an exact first token."
+    "cut: the closed form only, a tap on the token before, the attention of some upper layers, "
+    "neurons of their MLPs, or an exact first token."
 )
 
 
@@ -114,6 +114,7 @@ def _lines(found: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
 
 def _order(cell: Cell) -> tuple[Any, ...]:
     program = cell["exact_head"], cell["prompt_attention_layers"], cell["boundary_taps"]
+    program += (cell.get("prompt_mlp_neurons", 0),)
     served = cell["generated_kv"] == "boundary", cell["exact_tail"]
     return -cell["num_key_value_layers"], program, served, cell["trained_tokens"]
 
@@ -127,7 +128,11 @@ def _line(cell: Cell, layers: int) -> tuple[str, ...]:
     tail = cell["exact_tail"]
     return (
         f"{kept} ({kept / layers:.0%})",
-        str(Program(**{field.name: cell[field.name] for field in dataclasses.fields(Program)})),
+        str(
+            Program(
+                **{field.name: cell.get(field.name, 0) for field in dataclasses.fields(Program)}
+            )
+        ),
         f"`own`, tail {tail}" if cell["generated_kv"] == "own" else "`boundary`",
         f"{tokens / 1e6:.2g}M" if tokens else "",
         f"{cell['prefill_share']:.1%}",

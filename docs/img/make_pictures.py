@@ -307,6 +307,7 @@ def analysis(path: Path, data: str = "analysis.json") -> None:
     teacher = found["teacher_perplexity"]
     older = {  # of a file from before students had these
         "prompt_attention_layers": 0,
+        "prompt_mlp_neurons": 0,
         "boundary_taps": 0,
         "exact_head": 0,
         "generated_kv": "boundary",

@@ -79,19 +79,19 @@ def calibrate(
     were dropped or the batches hold no token.
     """
     check_groups(config)
-    maps = None
+    mlps = None
     if config.prompt_attention_layers:
-        maps, batches = fit_maps(config, llama, batches, attention=attention)
+        mlps, batches = fit_maps(config, llama, batches, attention=attention)
     moments, first, first_tokens = zero_moments(config, attention.mesh), list[Batch](), 0
     for batch in batches:
         if config.has_two_caches and first_tokens < SLOPE_TOKENS:
             first.append(_first_tokens(batch, SLOPE_TOKENS - first_tokens))
             first_tokens += int((batch.segment_ids > 0).sum())
         jax.block_until_ready(moments)
-        moments = add_batch(config, attention, moments, llama, batch, maps)
+        moments = add_batch(config, attention, moments, llama, batch, mlps)
     if not moments.tokens > 0:
         raise ValueError("there is no token to calibrate on")
-    fit = fit_delta(config, llama, moments, attention.mesh, maps=maps, track=track)
+    fit = fit_delta(config, llama, moments, attention.mesh, mlps=mlps, track=track)
     if config.has_two_caches:
         delta = scale_delta_queries(fit.config, llama, fit.delta, first, attention=attention)
         fit = fit._replace(delta=delta)

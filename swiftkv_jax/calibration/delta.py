@@ -17,7 +17,7 @@ from jaxtyping import Array, Complex, Float, Int
 from ..config import Config
 from ..distributed import from_process_0
 from ..errors import DivergenceError
-from ..params import QKV, Llama, SwiftKV, require_teacher, swiftkv_shapes
+from ..params import QKV, Llama, PromptMLP, SwiftKV, require_teacher, swiftkv_shapes
 from ..rope import paired_dims
 from ..sharding import swiftkv_shardings, to_host
 from . import solve
@@ -52,12 +52,12 @@ def fit_delta(
     moments: Moments,
     mesh: Mesh | None,
     *,
-    maps: Float[Array, "M D D"] | None = None,
+    mlps: PromptMLP | None = None,
     track: Callable[[Iterator[FittedLayer]], Iterator[FittedLayer]] = iter,
 ) -> Fit:
     """The delta of the cut of `config`, in the dtype of `llama` and sharded like it.
 
-    `config` has no `shared_kv_heads` yet. `Config.prompt_attention_layers` get `maps` and keep the
+    `config` has no `shared_kv_heads` yet. `Config.prompt_attention_layers` get `mlps` and keep the
     teacher's projections. Host memory holds the new keys and values in that dtype,
     in float64 those of one group's layers, and the second moments of one layer at a time. With
     several processes all of them call this; the result is that of process 0. Raises `ValueError` if
@@ -103,8 +103,7 @@ def fit_delta(
         q_bias=_copy(upper.q_bias),
         q_norm=_copy(upper.q_norm),
         k_norm=_copy(upper.k_norm),
-        mlp_map=maps,
-    )
+    ).with_prompt_mlp(mlps)
     if config.boundary_taps:
         delta = dataclasses.replace(delta, k_tap=put(k[..., size : 2 * size], where.k_tap))
     if config.qkv_bias:

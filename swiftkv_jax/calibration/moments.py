@@ -31,7 +31,7 @@ from ..decoder_layers import project_q, self_layer
 from ..layers import norm, norm_heads, project_heads
 from ..mesh import FSDP, MODEL, dp_size
 from ..packed_attention import packed_attention
-from ..params import QKV, Block, Leaf, Llama, SwiftKV, require_teacher
+from ..params import QKV, Block, Leaf, Llama, PromptMLP, SwiftKV, require_teacher
 from ..rope import Tables, apply_rope, scanned_kinds, table_of
 from ..sharding import all_gather_fsdp, constrain_activations
 from ..transformer import run_lower_layers
@@ -123,9 +123,9 @@ def add_batch(
     moments: Moments,
     llama: Llama,
     batch: Batch,
-    maps: Float[Array, "M D D"] | None = None,
+    mlps: PromptMLP | None = None,
 ) -> Moments:
-    """Add one more batch of packed rows to `moments`. `maps` are those of
+    """Add one more batch of packed rows to `moments`. `mlps` stand in for the MLPs of
     `Config.prompt_attention_layers`."""
     config = config.at_length(batch.tokens.shape[1])
     mesh, segment_ids = attention.mesh, batch.segment_ids
@@ -134,7 +134,7 @@ def add_batch(
         config, tables, range(config.num_lower_layers, config.num_layers)
     )
     alone = config.prompt_attention_layers
-    y, prompt = x, prompt_delta(llama, maps)
+    y, prompt = x, prompt_delta(llama, mlps)
     for layer in range(alone):
         y, _ = run_prompt_layer(
             config, llama, prompt, layer, y, tables, segment_ids, attention=attention
@@ -164,12 +164,12 @@ def add_batch(
     return dataclasses.replace(moments, tokens=moments.tokens + (segment_ids > 0).sum())
 
 
-def prompt_delta(llama: Llama, maps: Float[Array, "M D D"] | None) -> SwiftKV:
+def prompt_delta(llama: Llama, mlps: PromptMLP | None) -> SwiftKV:
     """Make the delta that prompts need in `Config.prompt_attention_layers`: the teacher's
-    projections, and maps."""
+    projections, and what stands in for their MLPs."""
     qkv = require_teacher(llama, "calibrate")
     projections = {field.name: getattr(qkv, field.name) for field in dataclasses.fields(qkv)}
-    return SwiftKV(**{"norm": None, "mlp_map": maps, **projections})
+    return SwiftKV(**{"norm": None, **projections}).with_prompt_mlp(mlps)
 
 
 def run_teacher_layers(

@@ -89,8 +89,8 @@ def ridge(
 
 
 def ridge_map(
-    inputs: Float[Array, "D D"], cross: Float[Array, "D D"], energy: float
-) -> tuple[Float[Array, "D D"], float]:
+    inputs: Float[Array, "E E"], cross: Float[Array, "E D"], energy: float
+) -> tuple[Float[Array, "D E"], float]:
     """The regression A of y on s around zero, [outputs, inputs], with `MAP_RIDGE` for `RIDGE`, and
     its R2. `inputs` is E[s s'], `cross` E[s y'], `energy` E[|y|^2]. Overwrites `inputs`."""
     size = len(inputs)

@@ -119,6 +119,7 @@ def to_hf_config(
         "exact_tail",
         "exact_head",
         "prompt_attention_layers",
+        "prompt_mlp_neurons",
         "boundary_taps",
         "num_local_experts",
     )

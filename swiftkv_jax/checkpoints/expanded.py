@@ -74,6 +74,7 @@ def with_expanded_groups(stored: Source) -> Source:
     config = config.cut(
         config.num_key_value_layers,
         prompt_attention_layers=config.prompt_attention_layers,
+        prompt_mlp_neurons=config.prompt_mlp_neurons,
         boundary_taps=config.boundary_taps,
     )
     stored_names = {leaf.name for leaf in stored.leaves}

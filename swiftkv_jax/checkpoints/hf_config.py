@@ -67,8 +67,8 @@ _USED = frozenset(
     vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads head_dim rms_norm_eps rope_theta rope_scaling rope_parameters
     max_position_embeddings tie_word_embeddings num_key_value_layers key_value_group_size
-    shared_kv_heads generated_kv exact_tail exact_head prompt_attention_layers boundary_taps
-    quantization_config
+    shared_kv_heads generated_kv exact_tail exact_head prompt_attention_layers
+    prompt_mlp_neurons boundary_taps quantization_config
     """.split()
 )
 # Null is a value of these, and the family's default of all others.
@@ -85,8 +85,8 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
         """
         vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
         num_key_value_heads head_dim max_position_embeddings sliding_window num_key_value_layers
-        key_value_group_size exact_tail exact_head prompt_attention_layers boundary_taps
-        max_window_layers
+        key_value_group_size exact_tail exact_head prompt_attention_layers
+        prompt_mlp_neurons boundary_taps max_window_layers
         no_rope_layer_interval sliding_window_pattern original_max_position_embeddings num_experts
         num_local_experts num_experts_per_tok moe_intermediate_size shared_intermediate_size
         sliding_window_size
@@ -195,6 +195,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> Config:
         exact_tail=hf.get("exact_tail", 0),
         exact_head=hf.get("exact_head") or 0,
         prompt_attention_layers=hf.get("prompt_attention_layers") or 0,
+        prompt_mlp_neurons=hf.get("prompt_mlp_neurons") or 0,
         boundary_taps=hf.get("boundary_taps") or 0,
         family=name,
         **family.read(hf),
@@ -277,6 +278,7 @@ def _fields_of(config: Config) -> dict[str, Any]:
             "architectures": [f"{family.architecture}SwiftKVExtendedForCausalLM"],
             "model_type": config.family + EXTENDED,
             "prompt_attention_layers": config.prompt_attention_layers,
+            "prompt_mlp_neurons": config.prompt_mlp_neurons,
             "boundary_taps": config.boundary_taps,
             "exact_head": config.exact_head,
         }

@@ -93,6 +93,7 @@ def load_delta(path: str | os.PathLike[str], base: Model) -> Model:
             config.num_key_value_layers,
             config.key_value_group_size,
             prompt_attention_layers=config.prompt_attention_layers,
+            prompt_mlp_neurons=config.prompt_mlp_neurons,
             boundary_taps=config.boundary_taps,
         ),
     )

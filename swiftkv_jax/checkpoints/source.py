@@ -326,6 +326,7 @@ def check_overrides(path: Path, stored: Config, wanted: Config) -> None:
         key_value_group_size=wanted.key_value_group_size,
         shared_kv_heads=wanted.shared_kv_heads,
         prompt_attention_layers=wanted.prompt_attention_layers,
+        prompt_mlp_neurons=wanted.prompt_mlp_neurons,
         boundary_taps=wanted.boundary_taps,
         generated_kv=wanted.generated_kv,
         exact_tail=wanted.exact_tail,

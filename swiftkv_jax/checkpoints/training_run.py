@@ -109,6 +109,7 @@ def _open_base(path: Path, base: str | os.PathLike[str] | None) -> Source:
         exact_tail=recorded.get("exact_tail", 0),
         exact_head=recorded.get("exact_head", 0),
         prompt_attention_layers=recorded.get("prompt_attention_layers", 0),
+        prompt_mlp_neurons=recorded.get("prompt_mlp_neurons", 0),
         boundary_taps=recorded.get("boundary_taps", 0),
     )
     if different := config_differences(recorded, config):

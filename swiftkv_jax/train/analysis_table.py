@@ -19,6 +19,7 @@ def table(analysis: Analysis, num_layers: int) -> str:
         "of layers": lambda cut: f"{cut.num_key_value_layers / num_layers:.1%}",
         "g": lambda cut: str(cut.key_value_group_size),
         "M": lambda cut: str(cut.prompt_attention_layers),
+        "neurons": lambda cut: str(cut.prompt_mlp_neurons),
         "taps": lambda cut: str(cut.boundary_taps),
         "head": lambda cut: str(cut.exact_head),
         "generated": _generated,
@@ -30,7 +31,7 @@ def table(analysis: Analysis, num_layers: int) -> str:
         "KV bytes/token": lambda cut: f"{cut.kv_bytes_per_token:,}",
         "KV cache": lambda cut: f"{cut.kv_bytes_share:.1%}",
     }
-    for name in ("M", "taps", "head"):
+    for name in ("M", "neurons", "taps", "head"):
         if not any(columns[name](cut) != "0" for cut in analysis.cuts):
             del columns[name]
     if analysis.calibration_tokens:

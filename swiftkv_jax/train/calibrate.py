@@ -175,6 +175,7 @@ def run(recipe: Recipe, *, keep_delta: bool = False) -> None:
                 "num_key_value_layers": config.num_key_value_layers,
                 "key_value_group_size": config.key_value_group_size,
                 "prompt_attention_layers": config.prompt_attention_layers,
+                "prompt_mlp_neurons": config.prompt_mlp_neurons,
                 "boundary_taps": config.boundary_taps,
                 "generated_kv": config.generated_kv,
                 "exact_tail": config.exact_tail,

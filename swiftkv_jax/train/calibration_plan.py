@@ -115,7 +115,8 @@ def time_table(recipe: Recipe, config: Config, memory: float, machines: Sequence
     factored = {num_inputs(config), len(inputs_of_values(config))}
     products = sum(4 * size**2 * kv_width(config) / len(factored) for size in factored)
     host = fitted * (sum(size**3 / 3 for size in factored) + products)
-    host += config.prompt_attention_layers * config.embed_dim**3 * (1 / 3 + 2)
+    size = config.embed_dim + config.prompt_mlp_neurons
+    host += config.prompt_attention_layers * size**2 * (size / 3 + 2 * config.embed_dim)
     groups = ", and what layers share" if config.key_value_group_size > 1 else ""
     lines.append(f"then on the host: least squares, {host / 1e12:,.1f} TFLOP in float64{groups}")
     return "\n".join(lines)
@@ -139,9 +140,9 @@ def memory_per_device(
     probabilities = min(PROBABILITIES_PER_CHUNK, rows * heads * recipe.max_length**2)
     maps = {}
     if config.prompt_attention_layers:
-        where = swiftkv_shardings(config, mesh).mlp_map
-        maps["maps"] = sharded_bytes(swiftkv_shapes(config, dtype).mlp_map, where)
-        sums = sharded_bytes(sum_shapes(config), sum_shardings(config, mesh))
+        where, neurons = swiftkv_shardings(config, mesh).prompt_mlp, config.prompt_mlp_neurons
+        maps["maps"] = sharded_bytes(swiftkv_shapes(config, dtype).prompt_mlp, where)
+        sums = sharded_bytes(sum_shapes(config, neurons), sum_shardings(config, neurons, mesh))
         moments = max(moments, sums)  # those of a map are gathered before
     return maps | {
         f"teacher's weights, {dtype}": sharded_bytes(llama_shapes(config, dtype), llama),
@@ -165,7 +166,8 @@ def host_memory(config: Config, dtype: jnp.dtype) -> dict[str, float]:
         sharing += share_bytes(group, config.num_kv_heads, size, config.head_dim)
     inputs = 8.0 * size**2
     if config.prompt_attention_layers:  # a map's sums, and the map
-        inputs = max(inputs, 3 * 8.0 * config.embed_dim**2 - fitting)
+        read = config.embed_dim + config.prompt_mlp_neurons
+        inputs = max(inputs, 8.0 * read * (read + 2 * config.embed_dim) - fitting)
     return {
         "second moments of one layer's inputs, float64": inputs,
         "keys and values of a group's layers, float64": max(fitting, sharing),
@@ -185,7 +187,7 @@ def lower_batch(recipe: Recipe, config: Config, mesh: Mesh, dtype: jnp.dtype) ->
         _on_mesh(moment_shapes(config), moment_shardings(config, mesh)),
         _on_mesh(llama_shapes(config, dtype), llama_shardings(config, mesh)),
         _batch(recipe, mesh),
-        None if delta.mlp_map is None else _on_mesh(delta.mlp_map, where.mlp_map),
+        None if delta.prompt_mlp is None else _on_mesh(delta.prompt_mlp, where.prompt_mlp),
     )
 
 

@@ -35,10 +35,17 @@ def add_cut(parser: argparse._ActionsContainer, what_for: str) -> None:
         "in place of the MLP (default: as in the model's delta, or 0)",
     )
     flag(
+        "--prompt-mlp-neurons",
+        type=int,
+        metavar="N",
+        help="neurons of each of their MLPs that prompts run beside the map (default: as in the "
+        "model's delta, or 0)",
+    )
+    flag(
         "--boundary-taps",
         type=int,
         choices=(0, 1),
-        help="1: keys and values come from the hidden states of a token and of the one before it "
+        help="1: keys come from the hidden states of a token and of the one before it "
         "(default: as in the model's delta, or 0)",
     )
     flag(

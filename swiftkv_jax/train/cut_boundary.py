@@ -14,12 +14,23 @@ from jaxtyping import Array, Float, Int
 
 from ..attention import Attention
 from ..batch import Batch
-from ..calibration.maps import MapSums, add_sums, solve_sums, zero_sums
+from ..calibration import maps
+from ..calibration.maps import (
+    MapSums,
+    add_sums,
+    choose_neurons,
+    map_inputs,
+    solve_sums,
+    zero_energy,
+    zero_mlps,
+    zero_sums,
+)
 from ..calibration.moments import Moments, inputs_of_values
 from ..config import Config, GeneratedKV
+from ..cut import quarter_of_neurons
 from ..layers import norm
-from ..params import Llama
-from ..sharding import replicated
+from ..params import Llama, PromptMLP
+from ..sharding import all_gather_fsdp, replicated
 from .cut_kv import CutKV, Fitter, States, gather
 from .sweep_programs import PromptLayers, boundary_states, layer_of, prompt_layer
 
@@ -36,26 +47,31 @@ def boundary_kv(
     attention: Attention,
 ) -> Iterator[tuple[int, list[CutKV]]]:
     """For M = 0, 1, ... as far as is asked for: the starts with an exact head, without and with a
-    tap, at K = `k`.
+    tap, at K = `k`. Beside maps run `cut.quarter_of_neurons`.
 
-    Each M costs two runs through `states`, of which M = 0 needs only one. Raises `ValueError` if
+    Each M costs three runs through `states`, of which M = 0 needs only one. Raises `ValueError` if
     they hold no token.
     """
     llama, mesh = fitter.llama, attention.mesh
     with_tap = config.cut(config.num_layers - fitter.size, boundary_taps=1)
     with_tap = dataclasses.replace(with_tap, exact_head=1)
-    shape = MAX_PROMPT_LAYERS, config.embed_dim, config.embed_dim
-    maps = np.zeros(shape, llama.embed.dtype)
+    neurons = quarter_of_neurons(config)
+    fitted = zero_mlps(config, MAX_PROMPT_LAYERS, neurons, llama.embed.dtype)
     for count in range(min(MAX_PROMPT_LAYERS, config.num_layers - k - 1) + 1):
         prompt = None
         if count:
-            sums = zero_sums(with_tap, mesh)
-            before = _prompt(maps, count - 1, attention)
+            layer, at = k + count - 1, count - 1
+            fixed = with_tap, attention
+            if neurons:
+                energy, before = zero_energy(config, mesh), _prompt(fitted, at, attention)
+                for batch, inputs, _ in states():
+                    energy = add_energy(*fixed, energy, llama, batch, inputs, jnp.int32(k), before)
+                choose_neurons(llama.lower, layer, energy, fitted, at)
+            sums, before = zero_sums(config, neurons, mesh), _prompt(fitted, at, attention)
             for batch, inputs, _ in states():
-                args = with_tap, attention, sums, llama, batch, inputs, jnp.int32(k), before
-                sums = add_map(*args)
-            maps[count - 1], _ = solve_sums(k + count - 1, sums)
-            prompt = _prompt(maps, count, attention)
+                sums = add_map(*fixed, sums, llama, batch, inputs, jnp.int32(k), before)
+            solve_sums(layer, sums, fitted, at)
+            prompt = _prompt(fitted, count, attention)
         moments = gather(with_tap, llama, fitter.size, {k: 0}, states(), attention, prompt)
         students = []
         for taps in (0, 1):
@@ -65,9 +81,10 @@ def boundary_kv(
         yield count, students
 
 
-def _prompt(maps: np.ndarray, count: int, attention: Attention) -> PromptLayers:
+def _prompt(fitted: PromptMLP, count: int, attention: Attention) -> PromptLayers:
     where = None if attention.mesh is None else replicated(attention.mesh)
-    return PromptLayers(jax.device_put(maps, where), jnp.int32(count))
+    mlps = jax.tree.map(np.copy, fitted)  # which is filled further, and a device may share memory
+    return PromptLayers(jax.device_put(mlps, where), jnp.int32(count))
 
 
 def _without_taps(config: Config, moments: Moments) -> Moments:
@@ -89,11 +106,36 @@ def add_map(
     first_upper: Int[Array, ""],
     prompt: PromptLayers,
 ) -> MapSums:
-    """`sums` with those of one more batch for the map of the layer after those of `prompt`."""
+    """`sums` with those of one more batch for the map of the layer after those of `prompt`, whose
+    neurons are in the next entry there."""
+    u, m, index = _mlp_input(config, attention, llama, batch, inputs, first_upper, prompt)
+    z = map_inputs(config, m, layer_of(prompt.mlps, prompt.number))
+    left = layer_of(inputs, index + 1) - u
+    return add_sums(config, attention.mesh, sums, z, left, batch.segment_ids)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def add_energy(
+    config: Config,
+    attention: Attention,
+    energy: Float[Array, " F"],
+    llama: Llama,
+    batch: Batch,
+    inputs: Float[Array, "L B T D"],
+    first_upper: Int[Array, ""],
+    prompt: PromptLayers,
+) -> Float[Array, " F"]:
+    """`maps.add_energy` of one more batch for the layer after those of `prompt`."""
+    _, m, index = _mlp_input(config, attention, llama, batch, inputs, first_upper, prompt)
+    block = all_gather_fsdp(attention.mesh, layer_of(llama.lower, index), layer=True)
+    return maps.add_energy(config, energy, block, m, batch.segment_ids)
+
+
+def _mlp_input(config, attention, llama, batch, inputs, first_upper, prompt: PromptLayers):
+    """(state of a prompt after the attention of the layer after those of `prompt`, what the MLP
+    reads of it, number of the layer)."""
     index = first_upper + prompt.number
     states = boundary_states(config, attention, llama, batch, inputs, first_upper, prompt)
     y = layer_of(states, prompt.number)
     u = prompt_layer(config, attention, llama, batch, y, index, None)
-    m = norm(config, u, layer_of(llama.lower.mlp_norm, index))
-    left = layer_of(inputs, index + 1) - u
-    return add_sums(config, attention.mesh, sums, m, left, batch.segment_ids)
+    return u, norm(config, u, layer_of(llama.lower.mlp_norm, index)), index

@@ -59,7 +59,9 @@ def memory_per_device(
     )
     prompt = {}
     if alone := config.prompt_attention_layers:  # nothing of them is recomputed
-        prompt["kept of the prompt attention layers"] = alone * token * (5 * width + 2 * queries)
+        neurons = 3 * config.prompt_mlp_neurons // tp
+        kept_of_each = 5 * width + 2 * queries + neurons
+        prompt["kept of the prompt attention layers"] = alone * token * kept_of_each
     memory = {
         f"frozen weights, {dtype}": sharded_bytes(llama_shapes(config, dtype), llama),
         "delta, float32 master copy": delta,

@@ -132,7 +132,10 @@ def boundary_words(config: Config) -> str:
     """What of prompt attention layers, taps and an exact head there is, to end a list; empty if
     nothing."""
     alone, taps = config.prompt_attention_layers, config.boundary_taps
-    words = f", {alone} prompt attention layers" * (alone > 0) + ", with a tap" * taps
+    words = f", {alone} prompt attention layers" * (alone > 0)
+    if neurons := config.prompt_mlp_neurons:
+        words += f" with {neurons:,} neurons each"
+    words += ", with a tap" * taps
     return words + ", with an exact head" * config.exact_head
 
 

@@ -84,7 +84,8 @@ class Recipe:
     """Upper layers that share one key/value cache. None: as in the model's delta, or 1."""
     prompt_attention_layers: int | None = None
     """Upper layers of which prompts run the attention (`Config.prompt_attention_layers`). None: as
-    in the model's delta, or 0; `boundary_taps` too."""
+    in the model's delta, or 0; the next two as well."""
+    prompt_mlp_neurons: int | None = None
     boundary_taps: int | None = None
     generated_kv: GeneratedKV | None = None
     """Where generated tokens take their upper keys and values from, in training and in the exported
@@ -234,6 +235,7 @@ CUT = (
     "num_key_value_layers",
     "key_value_group_size",
     "prompt_attention_layers",
+    "prompt_mlp_neurons",
     "boundary_taps",
     "exact_head",
     "generated_kv",
@@ -271,6 +273,7 @@ UNRECORDED = STEERING_LATER | {
     "exact_tail": 0,
     "exact_head": 0,
     "prompt_attention_layers": 0,
+    "prompt_mlp_neurons": 0,
     "boundary_taps": 0,
 }
 """Values of settings that a checkpoint does not name."""
@@ -281,6 +284,7 @@ NOT_STEERING = (
     "num_key_value_layers",
     "key_value_group_size",
     "prompt_attention_layers",
+    "prompt_mlp_neurons",
     "boundary_taps",
     "generated_kv",
     "exact_tail",

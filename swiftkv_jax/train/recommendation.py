@@ -96,6 +96,7 @@ class Recommendation:
     num_key_value_layers: int
     key_value_group_size: int
     prompt_attention_layers: int
+    prompt_mlp_neurons: int
     boundary_taps: int
     exact_head: int
     generated_kv: GeneratedKV
@@ -162,6 +163,7 @@ class Recommendation:
         defaults = {
             "key_value_group_size": 1,
             "prompt_attention_layers": 0,
+            "prompt_mlp_neurons": 0,
             "boundary_taps": 0,
             "exact_head": 0,
             "generated_kv": "boundary",
@@ -182,6 +184,8 @@ def describe_cut(cut: CutResult | Recommendation, num_layers: int) -> str:
     if cut.prompt_attention_layers:
         count = cut.prompt_attention_layers
         parts.append(f"the attention of {count} more layer{'s' * (count > 1)}")
+    if cut.prompt_mlp_neurons:
+        parts[-1] += f" and {cut.prompt_mlp_neurons:,} neurons of each MLP"
     if cut.boundary_taps:
         parts.append("a tap")
     if cut.exact_head:

@@ -33,7 +33,7 @@ REPORT = "report.html"
 
 _SETTINGS = """
 model data eval_data mesh num_key_value_layers key_value_group_size
-prompt_attention_layers boundary_taps generated_kv exact_tail exact_head init
+prompt_attention_layers prompt_mlp_neurons boundary_taps generated_kv exact_tail exact_head init
 max_length padding batch_size gradient_accumulation_steps max_steps learning_rate lr_schedule
 warmup_ratio max_grad_norm temperature kl kl_top_k hidden_loss hidden_loss_weight hidden_loss_layer
 loss_average loss_mask dtype remat seed mfu_of jax

@@ -48,6 +48,7 @@ def cut_model(recipe: Recipe, found: Config) -> Config:
         recipe.num_key_value_layers,
         recipe.key_value_group_size,
         prompt_attention_layers=recipe.prompt_attention_layers,
+        prompt_mlp_neurons=recipe.prompt_mlp_neurons,
         boundary_taps=recipe.boundary_taps,
     )
     config = choose_generated_kv(config, recipe.generated_kv, recipe.exact_tail, recipe.exact_head)
@@ -205,7 +206,7 @@ def check_trainable(config: Config) -> None:
 def boundary_settings(config: Config) -> dict[str, Any]:
     """The part of a fingerprint about prompt attention layers and taps; empty if there are none, as
     in earlier checkpoints."""
-    names = "prompt_attention_layers", "boundary_taps"
+    names = "prompt_attention_layers", "prompt_mlp_neurons", "boundary_taps"
     return {name: value for name in names if (value := getattr(config, name))}
 
 
@@ -242,6 +243,8 @@ def describe_run(recipe: Recipe, model: Model, mesh: Mesh) -> str:
         groups = f", of the others {config.key_value_group_size} share a cache"
     if alone := config.prompt_attention_layers:
         groups += f"; prompts run the attention of the next {alone}"
+    if neurons := config.prompt_mlp_neurons:
+        groups += f" and {neurons:,} neurons of each"
     groups += "; with a tap" * config.boundary_taps
     if config.generated_kv == "own":
         tail = f" and the last {config.exact_tail} of a prompt" if config.exact_tail else ""

@@ -26,6 +26,7 @@ from ..cache import bytes_per_token
 from ..calibration import LayerFit, check_groups, warn_of_few_tokens
 from ..config import Config, GeneratedKV
 from ..cost import prefill_flops
+from ..cut import quarter_of_neurons
 from ..errors import ConfigError
 from ..mesh import dp_size
 from ..params import Llama
@@ -54,6 +55,7 @@ class CutResult:
     num_key_value_layers: int
     key_value_group_size: int
     prompt_attention_layers: int
+    prompt_mlp_neurons: int
     boundary_taps: int
     exact_head: int
     generated_kv: GeneratedKV
@@ -188,6 +190,7 @@ class Sweep:
         return dataclasses.replace(
             self.config.cut(k, g),
             prompt_attention_layers=layers,
+            prompt_mlp_neurons=quarter_of_neurons(self.config) if layers else 0,
             boundary_taps=taps,
             exact_head=head,
             generated_kv=generated,
@@ -243,6 +246,7 @@ class Sweep:
             num_key_value_layers=cut.num_key_value_layers,
             key_value_group_size=cut.key_value_group_size,
             prompt_attention_layers=cut.prompt_attention_layers,
+            prompt_mlp_neurons=cut.prompt_mlp_neurons,
             boundary_taps=cut.boundary_taps,
             exact_head=cut.exact_head,
             generated_kv=cut.generated_kv,

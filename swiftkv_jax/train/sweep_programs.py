@@ -20,7 +20,7 @@ from ..config import Config
 from ..decoder_layers import attention_layer, cross_layer, kv_projections, self_layer
 from ..layers import embed, finish_logits, head_weights, norm
 from ..packed_attention import head_major, packed_attention, packed_reader
-from ..params import Llama, SwiftKV
+from ..params import Llama, PromptMLP, SwiftKV
 from ..rope import rope_tables, scanned_kinds
 from ..sharding import (
     all_gather_fsdp,
@@ -35,8 +35,8 @@ from .divergence import divergence_and_gradient
 class PromptLayers(NamedTuple):
     """The upper layers of which prompts run only the attention."""
 
-    maps: Float[Array, "S D D"]
-    """In place of their MLPs; S is at least their number."""
+    mlps: PromptMLP
+    """Stacks of what stands in for their MLPs, with at least as many entries."""
     number: Int[Array, ""]
     """M."""
 
@@ -107,11 +107,11 @@ def boundary_states(
     last, from the teacher's `inputs` of layer K; zeros behind it. An exact head has the
     teacher's."""
     x, first = layer_of(inputs, first_upper), first_tokens(batch.segment_ids)[..., None]
-    states = jnp.zeros((len(prompt.maps) + 1, *x.shape), x.dtype).at[0].set(x)
+    states = jnp.zeros((len(prompt.mlps.map) + 1, *x.shape), x.dtype).at[0].set(x)
 
     def step(index, states):
         args = config, attention, llama, batch, layer_of(states, index), first_upper + index
-        y = prompt_layer(*args, layer_of(prompt.maps, index))
+        y = prompt_layer(*args, layer_of(prompt.mlps, index))
         if config.exact_head:
             y = jnp.where(first, layer_of(inputs, first_upper + index + 1), y)
         return jax.lax.dynamic_update_index_in_dim(states, y, index + 1, 0)
@@ -126,9 +126,9 @@ def prompt_layer(
     batch: Batch,
     x: Float[Array, "B T D"],
     index: Int[Array, ""],
-    mlp_map: Float[Array, "D D"] | None,
+    mlp: PromptMLP | None,
 ) -> Float[Array, "B T D"]:
-    """Layer `index` with a map in place of its MLP, or without either."""
+    """Layer `index` with `mlp` in place of its MLP, or without either."""
     config = config.at_length(batch.tokens.shape[1])
     mesh, tables = attention.mesh, rope_tables(config, batch.positions)
     kinds, kind_of = scanned_kinds(config, tables, range(config.num_layers))
@@ -138,7 +138,7 @@ def prompt_layer(
     )
     rope, window = kind_of(layer_of(kinds, index))
     attend = packed_attention(config, attention, batch.segment_ids, window)
-    x, _ = attention_layer(config, block, qkv, mlp_map, x, rope, attend)
+    x, _ = attention_layer(config, block, qkv, mlp, x, rope, attend)
     return constrain_activations(mesh, x)
 
 

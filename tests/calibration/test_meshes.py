@@ -26,9 +26,13 @@ TOKENS = np.random.default_rng(0).integers(0, HF["vocab_size"], (3, 8, 24))
 
 
 def fit(group: int, layers: int, mesh_shape: str | None) -> Fit:
-    """With a tap where there are prompt attention layers."""
+    """With a tap and neurons where there are prompt attention layers."""
     config = MODEL.config.cut(
-        2, group, prompt_attention_layers=layers, boundary_taps=int(layers > 0)
+        2,
+        group,
+        prompt_attention_layers=layers,
+        prompt_mlp_neurons=8 if layers else 0,
+        boundary_taps=int(layers > 0),
     )
     llama = split_layers(config, MODEL.llama)
     batches = [unpacked_batch(jnp.array(rows)) for rows in TOKENS]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -76,8 +77,22 @@ def least_squares(s, y, weights, ridge, prior):
     return prior + np.linalg.lstsq(inputs, outputs)[0].T
 
 
-def expected(hf, tensors, batch: Batch, layers: int, taps: int, head: int = 0):
-    """Maps, and for every projected layer [outputs, inputs] of keys and of values."""
+def chosen_neurons(tensors, j, m, count: int):
+    """Gate and up of the neurons that add most where the MLP reads `m`, and their activations."""
+    gate, up, down = (tensors[f"model.layers.{j}.mlp.{name}_proj.weight"] for name in MLP)
+    gated = m @ gate.T
+    active = gated / (1 + np.exp(-gated)) * (m @ up.T)
+    worth = (active**2).mean(0) * (down**2).sum(0)
+    chosen = sorted(np.argsort(-worth)[:count])
+    return gate[chosen], up[chosen], active[:, chosen]
+
+
+MLP = "gate", "up", "down"
+
+
+def expected(hf, tensors, batch: Batch, layers: int, taps: int, head: int = 0, neurons: int = 0):
+    """Maps, gate and up of neurons, and for every projected layer [outputs, inputs] of keys and of
+    values."""
     documents = [
         (row, np.flatnonzero(batch.segment_ids[row] == number))
         for row, sizes in enumerate(ROWS)
@@ -87,14 +102,19 @@ def expected(hf, tensors, batch: Batch, layers: int, taps: int, head: int = 0):
         oracle.forward(hf, tensors, batch.tokens[row, at].tolist(), swiftkv=False).hidden_states
         for row, at in documents
     ]
-    y, maps = [of[K] for of in states], []
+    y, maps, rows = [of[K] for of in states], [], []
     for j in range(K, K + layers):
         u = [after_attention(hf, tensors, j, x) for x in y]
         m = [oracle.rms_norm(x, scale_of(tensors, j, "post_attention"), 1e-5) for x in u]
         inputs, left = np.concatenate(m), np.concatenate([of[j + 1] for of in states])
-        left, none = left - np.concatenate(u), np.zeros((hf["hidden_size"],) * 2)
+        left = left - np.concatenate(u)
+        *of_neurons, active = chosen_neurons(tensors, j, inputs, neurons)
+        rows.append(of_neurons)
+        inputs = np.concatenate([inputs, active], 1)
+        none = np.zeros((hf["hidden_size"], inputs.shape[1]))
         maps.append(least_squares(inputs, left, np.ones(len(left)), 1e-3, none))
-        y = [a + b @ maps[-1].T for a, b in zip(u, m, strict=True)]
+        ends = np.cumsum([len(x) for x in u])[:-1]
+        y = [a + b for a, b in zip(u, np.split(inputs @ maps[-1].T, ends), strict=True)]
     s = [oracle.rms_norm(x, scale_of(tensors, K + layers, "input"), 1e-5) for x in y]
     if taps:
         before = [np.concatenate([np.zeros_like(x[:1]), x[:-1]]) for x in s]
@@ -128,29 +148,39 @@ def expected(hf, tensors, batch: Batch, layers: int, taps: int, head: int = 0):
             if hf["attention_bias"]:
                 prior[:, -1] = tensors[f"{layer}.bias"]
             found.append(least_squares(read, values, np.concatenate(weights), 1e-4, prior))
-    return maps, found[::2], found[1::2]
+    return maps, rows, found[::2], found[1::2]
 
 
 @pytest.mark.parametrize(
-    ("layers", "taps", "bias", "head"),
-    [(0, 1, True, 0), (1, 0, False, 0), (2, 1, False, 0), (3, 1, True, 0), (0, 1, False, 1)],
+    ("layers", "taps", "bias", "head", "neurons"),
+    [
+        (0, 1, True, 0, 0),
+        (1, 0, False, 0, 12),
+        (2, 1, False, 0, 5),
+        (3, 1, True, 0, 0),
+        (0, 1, False, 1, 0),
+    ],
 )
-def test_it_is_the_least_squares_of_the_definition(layers, taps, bias, head):
+def test_it_is_the_least_squares_of_the_definition(layers, taps, bias, head, neurons):
     hf = tiny.hf_config(attention_bias=bias)
     tensors = tiny.tensors_for(hf)
     model, batch = tiny.model_of(hf, tensors), batch_of(hf)
-    config = model.config.cut(K, prompt_attention_layers=layers, boundary_taps=taps)
+    fields = {"prompt_attention_layers": layers, "prompt_mlp_neurons": neurons}
+    config = model.config.cut(K, boundary_taps=taps, **fields)
     config = dataclasses.replace(config, exact_head=head)
     llama = split_layers(config, model.llama)
     fit = calibrate(config, llama, [batch], attention=Attention())
     assert [layer.layer for layer in fit.layers] == list(range(K + layers, 6))
     assert fit.tokens == sum(map(sum, ROWS))
-    maps, keys, values = expected(hf, tensors, batch, layers, taps, head)
+    maps, rows, keys, values = expected(hf, tensors, batch, layers, taps, head, neurons)
     delta, qkv, size = fit.delta, llama.upper_qkv, hf["hidden_size"]
     if layers:
-        close(delta.mlp_map, np.stack(maps))
-    else:
-        assert delta.mlp_map is None
+        close(delta.mlp_map, np.stack(maps)[..., :size])
+    if neurons:
+        close(delta.mlp_down, np.stack(maps)[..., size:])
+        for name, of in ("mlp_gate", 0), ("mlp_up", 1):
+            np.testing.assert_allclose(getattr(delta, name), np.stack([row[of] for row in rows]))
+    assert (delta.mlp_map is None, delta.mlp_gate is None) == (not layers, not neurons)
     np.testing.assert_array_equal(delta.norm, llama.upper.attn_norm[layers])
     for name, wanted in ("k", keys), ("v", values):
         shape = (len(wanted), config.num_kv_heads, config.head_dim, -1)
@@ -194,14 +224,13 @@ def test_it_is_nearer_to_the_teacher():
     random teacher's keys have nothing of the token before."""
     rows, teacher = np.random.default_rng(1).integers(0, 61, (64, 40)), random_teacher()
 
-    def loss(layers: int, taps: int) -> float:
-        student = skv.calibrate(
-            teacher, rows, K, prompt_attention_layers=layers, boundary_taps=taps
-        ).model
-        return divergence(student)
+    def loss(layers: int, taps: int, neurons: int = 0) -> float:
+        fields: Any = {"prompt_attention_layers": layers, "prompt_mlp_neurons": neurons}
+        return divergence(skv.calibrate(teacher, rows, K, boundary_taps=taps, **fields).model)
 
     plain, tapped, attended, both = (loss(*cut) for cut in ((0, 0), (0, 1), (2, 0), (2, 1)))
     assert max(attended, both) < tapped < plain
+    assert loss(2, 0, 24) < 0.9 * attended
 
 
 def test_first_tokens_that_keep_their_own_bring_it_nearer():

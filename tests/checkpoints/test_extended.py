@@ -19,14 +19,16 @@ from tests import tiny
 
 HF = tiny.hf_config(attention_bias=True)
 TOKENS = tiny.tokens_for(HF, 2, 19)
-CUTS = [(0, 1, 1, 0), (2, 0, 1, 0), (2, 1, 1, 1), (2, 1, 2, 0), (0, 0, 1, 1)]
-"""(prompt attention layers, taps, group size, exact head); layers of a group mix shared values."""
+CUTS = [(0, 1, 1, 0), (2, 0, 1, 0), (2, 1, 1, 1, 7), (2, 1, 2, 0, 5), (0, 0, 1, 1)]
+"""(prompt attention layers, taps, group size, exact head, neurons); layers of a group mix shared
+values."""
 
 
-def student_of(layers: int, taps: int, group: int, head: int = 0) -> Model:
+def student_of(layers: int, taps: int, group: int, head: int = 0, neurons: int = 0) -> Model:
     """A student of which every tensor is random."""
     plain = tiny.model_of(HF, tiny.tensors_for(HF))
-    model = skv.add_swiftkv(plain, 2, group, prompt_attention_layers=layers, boundary_taps=taps)
+    fields = {"prompt_attention_layers": layers, "prompt_mlp_neurons": neurons}
+    model = skv.add_swiftkv(plain, 2, group, boundary_taps=taps, **fields)
     config = dataclasses.replace(model.config, exact_head=head)
     if group > 1:
         heads = ((0, 1),) * layers + ((0, 1), (1, 0))
@@ -63,6 +65,7 @@ def test_it_comes_back_from_a_hugging_face_folder(student, format, tmp_path):
     assert written["model_type"] == "llama_swiftkv_extended", "one that other loaders refuse"
     config = student.config
     assert written["prompt_attention_layers"] == config.prompt_attention_layers
+    assert written["prompt_mlp_neurons"] == config.prompt_mlp_neurons
     assert written["boundary_taps"] == config.boundary_taps
     assert written["exact_head"] == config.exact_head
     if format == "delta":
@@ -89,16 +92,16 @@ def test_it_comes_back_from_orbax(student, tmp_path):
 def test_tensors_are_named_after_their_layers(tmp_path):
     from safetensors.numpy import load_file
 
-    student = student_of(1, 1, 1)
+    student = student_of(1, 1, 1, neurons=6)
     skv.save_hf(student, tmp_path / "hf", format="delta")
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     assert student.swiftkv is not None
     for layer in range(3, 6):
         stored = tensors[f"model.layers.{layer}.self_attn.k_tap_swiftkv.weight"]
         np.testing.assert_array_equal(stored, student.swiftkv.k_tap[layer - 3].reshape(16, 32))
-    np.testing.assert_array_equal(
-        tensors["model.layers.2.mlp.map_swiftkv.weight"], student.swiftkv.mlp_map[0]
-    )
+    for name in "map", "gate", "up", "down":
+        stored = tensors[f"model.layers.2.mlp.{name}_swiftkv.weight"]
+        np.testing.assert_array_equal(stored, getattr(student.swiftkv, f"mlp_{name}")[0])
     assert not [name for name in tensors if "layers.2.self_attn.k_tap" in name or "v_tap" in name]
     assert not [name for name in tensors if "layers.3.mlp.map" in name]
 
@@ -116,22 +119,25 @@ def test_another_cut_leaves_it_behind(tmp_path):
 
 
 def test_taps_are_quantised_and_maps_are_not(tmp_path):
-    student = student_of(2, 1, 1)
+    student = student_of(2, 1, 1, neurons=6)
     skv.save_hf(student, tmp_path / "hf")
     small = skv.load(tmp_path / "hf", dtype="float32", quantization="int8")
     assert small.swiftkv is not None
     assert is_quantized(small.swiftkv.k_tap)
     assert student.swiftkv is not None
-    np.testing.assert_array_equal(small.swiftkv.mlp_map, student.swiftkv.mlp_map)
+    jax.tree.map(
+        np.testing.assert_array_equal, small.swiftkv.prompt_mlp, student.swiftkv.prompt_mlp
+    )
     exact, rounded = (skv.logits(model, TOKENS) for model in (student, small))
     assert np.abs(rounded - exact).max() < 0.2 * np.abs(exact).max()
 
 
 def test_inspect_names_what_there_is(tmp_path, capsys):
-    skv.save_hf(student_of(2, 1, 1), tmp_path / "both")
+    skv.save_hf(student_of(2, 1, 1, neurons=6), tmp_path / "both")
     assert main(["inspect", str(tmp_path / "both")]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^prompt_attention_layers +2$", shown, re.M)
+    assert re.search(r"^prompt_mlp_neurons +6$", shown, re.M)
     assert re.search(r"^boundary_taps +1$", shown, re.M) and "boundary_taps=1" not in shown
     skv.save_hf(student_of(0, 1, 1), tmp_path / "tap")
     assert main(["inspect", str(tmp_path / "tap")]) == 0
@@ -142,6 +148,8 @@ def test_inspect_names_what_there_is(tmp_path, capsys):
     ("fields", "message"),
     [
         ({"prompt_attention_layers": "2"}, "prompt_attention_layers='2' must be an integer"),
+        ({"prompt_mlp_neurons": "6"}, "prompt_mlp_neurons='6' must be an integer"),
+        ({"prompt_mlp_neurons": 49}, "prompt_mlp_neurons=49 must be from 0 to mlp_dim=48"),
         ({"boundary_taps": 2}, "boundary_taps=2 must be 0 or 1"),
         ({"exact_head": 2}, "exact_head=2 must be 0 or 1"),
         ({"prompt_attention_layers": 4}, "prompt_attention_layers=4 must be from 0 to 3"),

@@ -14,6 +14,7 @@ from benchmarks.real import __main__ as command
 from benchmarks.real import cells, corpus, documents, forward, human_eval, measure, parts, table
 from benchmarks.real.rows import quiz_rows, text_rows
 from swiftkv_jax.errors import UsageError
+from swiftkv_jax.presets import LLAMA_8B
 from swiftkv_jax.train.recipe import DEMO
 
 SHORT = 512
@@ -233,10 +234,11 @@ def test_a_plan_is_trained_and_measured(demo, packages, monkeypatch, tmp_path):
 
 
 def test_plans(capsys):
+    both = cells.PROGRAMS["both"]
     for name, plan in distill_real.PLANS.items():
-        tokens = sum(cell.tokens for cell in plan.cells(30, "both"))
+        tokens = sum(cell.tokens for cell in plan.cells(30, both))
         assert tokens <= 100.1e6, name
-    cuts = {cell.num_key_value_layers for cell in distill_real.PLANS["gpu"].cells(30, "both")}
+    cuts = {cell.num_key_value_layers for cell in distill_real.PLANS["gpu"].cells(30, both)}
     assert cuts == {15, 18, 20, 23}
     assert distill_real.main(["tiny", "--model", DEMO.model, "--program", "base", "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -244,16 +246,23 @@ def test_plans(capsys):
 
 
 def test_cells_name_the_programs():
-    found = cells.untrained_cells(30, (20, 15), ["both", "base"], ["own"])
+    config = dataclasses.replace(LLAMA_8B.cut(30), num_layers=30, mlp_dim=1536)
+    found = cells.untrained_cells(config, (20, 15), ["both", "base"], ["own"])
     assert [str(cell) for cell in found][1:3] == [
         "K=15, closed form, own, tail 64",
         "K=20, tap, attention of 2, own, tail 64",
     ]
     assert found[2].program.options == {"boundary_taps": 1, "prompt_attention_layers": 2}
-    (last,) = cells.untrained_cells(30, (28,), ["attention"], ["own"])
+    (one,) = cells.untrained_cells(config, (20,), ["tap-neurons-head"], ["own"])
+    assert str(one.program) == "tap, attention of 2 and 384 neurons, exact head"
+    assert one.key["prompt_mlp_neurons"] == one.program.options["prompt_mlp_neurons"] == 384
+    (last,) = cells.untrained_cells(config, (28,), ["attention"], ["own"])
     assert last.program.prompt_attention_layers == 1, "one of two upper layers is projected to"
     with pytest.raises(UsageError, match="`programs`='none'"):
-        cells.untrained_cells(30, (20,), ["none"], ["own"])
+        cells.untrained_cells(config, (20,), ["none"], ["own"])
+    experts = dataclasses.replace(config, num_experts=4, num_experts_per_token=2)
+    with pytest.raises(UsageError, match="`programs`='neurons': this model has no MLP"):
+        cells.untrained_cells(experts, (20,), ["neurons"], ["own"])
 
 
 def test_parts(tmp_path):

@@ -244,14 +244,16 @@ def test_the_table_says_what_far_tokens_are(tokens, lost, cell, sentence):
 
 def test_prompt_attention_layers_and_a_tap(folder):
     flags = ["--num-key-value-layers", "2", "--prompt-attention-layers", "1"]
+    flags += ["--prompt-mlp-neurons", "9"]
     flags += ["--boundary-taps", "1", "--output-dir", str(folder / "closer")]
     assert calibrate(folder, *flags) == 0
     record = json.loads((folder / "closer" / "calibration.json").read_text())
-    assert (record["prompt_attention_layers"], record["boundary_taps"]) == (1, 1)
+    names = "prompt_attention_layers", "prompt_mlp_neurons", "boundary_taps"
+    assert [record[name] for name in names] == [1, 9, 1]
     assert [layer["layer"] for layer in record["layers"]] == [3, 4, 5]
     model = skv.load(folder / "closer" / "model")
-    assert (model.config.prompt_attention_layers, model.config.boundary_taps) == (1, 1)
-    assert model.swiftkv is not None and np.abs(model.swiftkv.mlp_map).max() > 0
+    assert [getattr(model.config, name) for name in names] == [1, 9, 1]
+    assert model.swiftkv is not None and np.abs(model.swiftkv.mlp_down).max() > 0
 
 
 def test_a_model_that_loses_far_tokens_is_warned_of(caplog):

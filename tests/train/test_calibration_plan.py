@@ -14,6 +14,7 @@ from swiftkv_jax.batch import unpacked_batch
 from swiftkv_jax.calibration.delta import fit_delta
 from swiftkv_jax.calibration.moments import add_batch, zero_moments
 from swiftkv_jax.initialization import init_llama
+from swiftkv_jax.params import PromptMLP
 from swiftkv_jax.presets import PRESETS
 from swiftkv_jax.train import plan
 from swiftkv_jax.train.__main__ import main
@@ -51,11 +52,13 @@ def test_plan_of_prompt_attention_layers_and_a_tap(capsys):
     """The regression is twice as wide; a map of each layer is in the devices' memory."""
     flags = ["--model", "llama-3.1-8b", "--batch-size", "1", "--dry-run"]
     flags += ["--prompt-attention-layers", "2", "--boundary-taps", "1"]
+    flags += ["--prompt-mlp-neurons", "1024"]
     assert main(["calibrate", *flags]) == 0
     text = capsys.readouterr().out
-    assert "in groups of 1, 2 prompt attention layers, with a tap on 1,048,576 tokens" in text
+    of_each = "2 prompt attention layers with 1,024 neurons each"
+    assert f"in groups of 1, {of_each}, with a tap on 1,048,576 tokens" in text
     assert "one factorisation of 8,192 x 8,192 numbers per upper layer" in text
-    assert re.search(r"^maps +0\.06$", text, re.M)
+    assert re.search(r"^maps +0\.11$", text, re.M)  # 2 x 4096 x (4096 + 3 x 1024) x 2 bytes
     moments = re.search(r"^second moments, float32 +(\d+\.\d+)$", text, re.M)
     assert moments is not None
     expected = 4 * 14 * 8192 * (8192 + 2048) / 2**30
@@ -89,13 +92,13 @@ def test_host_memory_is_what_is_planned(group, layers, taps):
         boundary_taps=taps,
     )
     llama = init_llama(config, jax.random.key(0))
-    maps = jnp.zeros((layers, 768, 768)) if layers else None
+    mlps = PromptMLP(jnp.zeros((layers, 768, 768))) if layers else None
     moments = zero_moments(config, None)
     tokens = jnp.array(np.random.default_rng(0).integers(0, 64, (4, 32)))
-    moments = add_batch(config, Attention(), moments, llama, unpacked_batch(tokens), maps)
-    fit_delta(config, llama, moments, None, maps=maps)  # compiles
+    moments = add_batch(config, Attention(), moments, llama, unpacked_batch(tokens), mlps)
+    fit_delta(config, llama, moments, None, mlps=mlps)  # compiles
     tracemalloc.start()
-    fit_delta(config, llama, moments, None, maps=maps)
+    fit_delta(config, llama, moments, None, mlps=mlps)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     planned = sum(host_memory(config, jnp.dtype(jnp.float32)).values())

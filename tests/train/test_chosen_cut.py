@@ -23,6 +23,7 @@ CHOSEN = {
     "num_key_value_layers": 20,
     "key_value_group_size": 1,
     "prompt_attention_layers": 0,
+    "prompt_mlp_neurons": 0,
     "boundary_taps": 1,
     "exact_head": 0,
     "generated_kv": "own",

@@ -137,7 +137,7 @@ def test_flags():
         --hidden-loss-weight --hidden-loss-layer --loss-average --loss-mask --resume --save-steps
         --save-total-limit --logging-steps --report-to --profile-steps --eval-steps --eval-batches
         --early-stopping-patience --load-best-model-at-end --revision --prompt-attention-layers
-        --boundary-taps --exact-head --analysis""".split()
+        --prompt-mlp-neurons --boundary-taps --exact-head --analysis""".split()
     )
     assert all(action.help for action in parser()._actions)
 

@@ -13,13 +13,14 @@ from swiftkv_jax.attention import Attention
 from swiftkv_jax.batch import Batch
 from swiftkv_jax.calibration import calibrate
 from swiftkv_jax.stacks import split_layers
-from swiftkv_jax.train import far_tokens
+from swiftkv_jax.train import cut_boundary, far_tokens
+from swiftkv_jax.train import sweep as sweep_module
 from swiftkv_jax.train.distill import Objective, distill_sums
 from swiftkv_jax.train.far_tokens import only_far
 from swiftkv_jax.train.sweep import Sweep
 from tests.train.test_analyze import CONFIG, LLAMA, OTHERS, packed_batch
 
-TAIL = 3
+TAIL, NEURONS = 3, 12
 BATCHES = [packed_batch(1, first=11), packed_batch(2, first=13)]
 
 
@@ -29,6 +30,8 @@ def sweep():
         patch.setattr(far_tokens, "FAR_NATS", 0.01)
         program: Any = only_far
         program.clear_cache()
+        for module in sweep_module, cut_boundary:
+            patch.setattr(module, "quarter_of_neurons", lambda config: NEURONS)
         yield Sweep(
             CONFIG,
             LLAMA,
@@ -61,6 +64,7 @@ def test_a_student_equals_that_of_calibration(generated, sweep):
     for layers, starts in sweep.improved_starts(2, generated):
         for taps, start in enumerate(starts):
             cut = sweep.at(2, 1, generated, layers, taps, 1)
+            assert cut.prompt_mlp_neurons == (NEURONS if layers else 0)
             found = sweep.measure(cut, start)
             llama, fit = student(cut)
             np.testing.assert_allclose(

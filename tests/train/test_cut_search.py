@@ -58,6 +58,7 @@ class Made:
             lost,
             lost,
             prompt_attention_layers=cut_.layers,
+            prompt_mlp_neurons=0,
             boundary_taps=cut_.taps,
             exact_head=cut_.head,
             generated_kv=cut_.generated,

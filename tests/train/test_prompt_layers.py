@@ -24,7 +24,8 @@ def model() -> Model:
     """A student of which no tensor is zero."""
     config = test_distill.CONFIG
     plain = Model(init_llama(config, jax.random.key(0), scale=0.3), None, config)
-    student = skv.add_swiftkv(plain, 2, prompt_attention_layers=2, boundary_taps=1)
+    fields = {"prompt_attention_layers": 2, "prompt_mlp_neurons": 5, "boundary_taps": 1}
+    student = skv.add_swiftkv(plain, 2, **fields)
     leaves, tree = jax.tree.flatten(student.swiftkv)
     drawn = [
         leaf + 0.1 * jax.random.normal(jax.random.key(number), leaf.shape)
@@ -35,7 +36,7 @@ def model() -> Model:
 
 @pytest.mark.parametrize("generated_kv", ["boundary", "own"])
 def test_gradients_are_finite_differences(model, generated_kv):
-    """Of taps and maps, and of the projections of the prompt attention layers."""
+    """Of taps, maps and neurons, and of the projections of the prompt attention layers."""
     model = dataclasses.replace(
         model, config=dataclasses.replace(model.config, generated_kv=generated_kv)
     )
@@ -47,7 +48,8 @@ def test_gradients_are_finite_differences(model, generated_kv):
         return skv.distill_loss(student, tokens, jnp.ones((2, 17)), prompt_lengths=[9, 12])[0]
 
     gradient = jax.grad(loss)(model.swiftkv)
-    for name in ("k_tap", "mlp_map", "k", "v", "q", "norm"):
+    of_mlp = "mlp_map", "mlp_gate", "mlp_up", "mlp_down"
+    for name in ("k_tap", *of_mlp, "k", "v", "q", "norm"):
         own, slope = getattr(model.swiftkv, name), getattr(gradient, name)
         step = 2e-3 * slope / jnp.linalg.norm(slope)
         up, down = (
@@ -56,19 +58,21 @@ def test_gradients_are_finite_differences(model, generated_kv):
         )
         expected = 2 * float((slope * step).sum())
         assert float(up - down) == pytest.approx(expected, rel=0.03), name
-    for name, layers in ("k", 2), ("v", 2), ("mlp_map", 2):
+    for name, layers in ("k", 2), ("v", 2), *((name, 2) for name in of_mlp):
         each = jnp.abs(getattr(gradient, name)[:layers]).max(axis=(1, 2))
         assert np.min(each.max(-1)) > 0, name
 
 
 @pytest.mark.parametrize("mesh", ["data=2,fsdp=2,model=2"])
 def test_the_update_is_the_same_on_every_mesh(mesh, monkeypatch):
-    config = dataclasses.replace(test_step.CONFIG, prompt_attention_layers=1, boundary_taps=1)
+    fields = {"prompt_attention_layers": 1, "prompt_mlp_neurons": 12, "boundary_taps": 1}
+    config = dataclasses.replace(test_step.CONFIG, **fields)
     monkeypatch.setattr(test_step, "CONFIG", config)
     (metrics, moment), (ours, of_mesh) = test_step.step_once(), test_step.step_once(mesh, 2, True)
     for name, value in metrics.items():
         np.testing.assert_allclose(ours[name], value, rtol=1e-5, err_msg=name)
-    assert np.abs(moment.mlp_map).max() > 0 and np.abs(moment.k_tap).max() > 0
+    for name in "mlp_map", "mlp_down", "k_tap":  # gate and up get a gradient once down is not 0
+        assert np.abs(getattr(moment, name)).max() > 0, name
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max()), of_mesh, moment
     )
@@ -79,6 +83,7 @@ FLAGS = {
     "calibration-tokens": 600,
     "num-key-value-layers": 4,
     "prompt-attention-layers": 1,
+    "prompt-mlp-neurons": 8,
     "boundary-taps": 1,
     "max-steps": 4,
     "save-steps": 2,
@@ -99,7 +104,7 @@ def test_a_run_that_continues_ends_like_one_that_was_not_stopped(tmp_path, capsy
     one, other = (
         load_file(tmp_path / name / "model" / "model.safetensors") for name in ("run", "again")
     )
-    assert "model.layers.4.mlp.map_swiftkv.weight" in one
+    assert written["prompt_mlp_neurons"] == 8 and "model.layers.4.mlp.up_swiftkv.weight" in one
     for name, array in one.items():
         np.testing.assert_array_equal(array.view(np.uint8), other[name].view(np.uint8), name)
     capsys.readouterr()
@@ -114,20 +119,28 @@ def test_operations_are_counted():
     width, heads, kv = 64, 8 * 16, 2 * 4 * 16
     closer = dataclasses.replace(config, prompt_attention_layers=1)
     tapped = dataclasses.replace(config, boundary_taps=1)
-    plain, one, tap = (train_flops_by_part(c, 1) for c in (config, closer, tapped))
+    neurons = dataclasses.replace(closer, prompt_mlp_neurons=24)
+    plain, one, tap, more = (train_flops_by_part(c, 1) for c in (config, closer, tapped, neurons))
     layer = 2 * heads * width + kv * width + width * width
     trained = layer - heads * width
     pairs = 4 * heads  # scores and weighted values of one pair, as there is one position
     expected = 2 * (2 * layer + trained) + 3 * pairs
     assert one["prompt attention layers, with backward"] == expected
+    of_neurons = more["prompt attention layers, with backward"] - expected
+    assert of_neurons == 3 * 2 * 3 * 24 * width, "forward, and both products of backward"
     fewer = plain["student's upper layers"] - one["student's upper layers"]
     assert fewer == 2 * kv * width, "its keys and values are not projected twice"
     assert tap["student's upper layers"] - plain["student's upper layers"] == 4 * kv * width
-    plain, one, tap = (calibration_flops_by_part(c, 1) for c in (config, closer, tapped))
+    plain, one, tap, more = (
+        calibration_flops_by_part(c, 1) for c in (config, closer, tapped, neurons)
+    )
     assert tap["second moments"] == 4 * 2 * 2 * width * (2 * width + kv)
     assert one["second moments"] == 3 * 2 * width * (width + kv)
     whole = 2 * (2 * heads * width + kv * width + 3 * 192 * width) + pairs
     once = 2 * layer + pairs
     assert one["prompt attention layers"] == once
     assert one["passes for maps"] == 3 * whole + once + 4 * width * width
+    both, size = once + 2 * 3 * 24 * width, width + 24
+    chosen = 2 * whole + both + 4 * 192 * width
+    assert more["passes for maps"] == 3 * whole + both + 2 * size * (size + width) + chosen
     assert "passes for maps" not in plain

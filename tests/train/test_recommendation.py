@@ -16,6 +16,7 @@ def cut(k: int, prefill: float, perplexity: float, far: float | None, **fields: 
     values = {
         "key_value_group_size": 1,
         "prompt_attention_layers": 0,
+        "prompt_mlp_neurons": 0,
         "boundary_taps": 0,
         "exact_head": 0,
         "generated_kv": "own",

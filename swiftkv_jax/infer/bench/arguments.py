@@ -76,11 +76,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="upper layers of which prompts run the attention (default: the model's, or 0)",
     )
     add(
+        "--prompt-mlp-neurons",
+        type=int,
+        metavar="N",
+        help="neurons of each of their MLPs that prompts run too (default: the model's, or 0)",
+    )
+    add(
         "--boundary-taps",
         type=int,
         choices=(0, 1),
-        help="1: keys and values from a token's state and the one before (default: the model's, "
-        "or 0)",
+        help="1: keys from a token's state and the one before (default: the model's, or 0)",
     )
     add(
         "--exact-head",

@@ -31,6 +31,7 @@ class BenchOptions:
     num_key_value_layers: int | None
     key_value_group_size: int | None
     prompt_attention_layers: int | None
+    prompt_mlp_neurons: int | None
     boundary_taps: int | None
     exact_head: int | None
     input_len: list[int]

@@ -89,7 +89,7 @@ def variant_of(
     mesh that needs `kv_head_copies` of each key/value head."""
     boundary = (
         *(weights.norm_swiftkv, weights.kv, weights.kv_bias, weights.k_norm_swiftkv),
-        *(weights.k_tap, weights.prompt_kv, weights.prompt_map),
+        *(weights.k_tap, weights.prompt_kv, weights.prompt_mlp),
     )
     prompt = slice(len(weights.prompt_kv))  # layers of which prompts run the attention
     parts = [(b.attn_norm, b.o, b.o_bias, b.mlp_norm) for b in weights.upper[prompt]]

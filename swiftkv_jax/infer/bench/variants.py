@@ -87,6 +87,7 @@ def _dummy_source(options: BenchOptions) -> Source:
             options.num_key_value_layers,
             options.key_value_group_size,
             prompt_attention_layers=options.prompt_attention_layers,
+            prompt_mlp_neurons=options.prompt_mlp_neurons,
             boundary_taps=options.boundary_taps,
         )
     config = _with_generated_kv(options, config)
@@ -111,11 +112,11 @@ def _dummy_source(options: BenchOptions) -> Source:
 
 
 def _checkpoint_source(options: BenchOptions) -> Source:
-    given = options.prompt_attention_layers, options.boundary_taps
-    if options.num_key_value_layers is None and given != (None, None):
+    names = "prompt_attention_layers", "prompt_mlp_neurons", "boundary_taps"
+    given = [f"`{name}`" for name in names if getattr(options, name) is not None]
+    if options.num_key_value_layers is None and given:
         raise UsageError(
-            "`prompt_attention_layers` and `boundary_taps` are of a cut: add "
-            "`num_key_value_layers`, or `load_format`=dummy"
+            f"{given[0]} is of a cut: add `num_key_value_layers`, or `load_format`=dummy"
         )
     model, mesh = load_model(options.model)
     model = _with_cut(options, model)
@@ -138,14 +139,14 @@ def _with_cut(options: BenchOptions, model: Model) -> Model:
     """The model with a new delta if the options name a cut: speed does not depend on what a delta
     has learnt."""
     layers, group = options.num_key_value_layers, options.key_value_group_size
-    alone, taps = options.prompt_attention_layers, options.boundary_taps
     if layers is not None:
         model = add_swiftkv(
             model,
             layers,
             group or 1,
-            prompt_attention_layers=alone or 0,
-            boundary_taps=taps or 0,
+            prompt_attention_layers=options.prompt_attention_layers or 0,
+            prompt_mlp_neurons=options.prompt_mlp_neurons or 0,
+            boundary_taps=options.boundary_taps or 0,
         )
     return dataclasses.replace(model, config=_with_generated_kv(options, model.config))
 

@@ -89,7 +89,7 @@ def run_boundary(
 
     @functools.partial(jax.jit, static_argnums=0)
     def prompt_layer(kind, weights, x, tables, pools, own):
-        block, qkv, mlp_map, mix = weights
+        block, qkv, mlp, mix = weights
 
         def attend(q, k, v):
             if first is not None and own is not None:
@@ -98,16 +98,16 @@ def run_boundary(
             return mixed(read(q, *kv, kind.window), mix), kv
 
         rope = table_of(config, tables, kind)
-        return attention_layer(config, block, qkv, mlp_map, x, rope, attend)
+        return attention_layer(config, block, qkv, mlp, x, rope, attend)
 
     pools, states = list(zip(cache.k, cache.v, strict=True)), cache.tap
     owns: tuple[FirstKV | None, ...] = (None,) * len(weights.upper)
     if first is not None:
         owns = first.run(config, weights, x, attention)
-    for i, (kv, mlp_map) in enumerate(zip(weights.prompt_kv, weights.prompt_map, strict=True)):
+    for i, (kv, mlp) in enumerate(zip(weights.prompt_kv, weights.prompt_mlp, strict=True)):
         layer = config.num_lower_layers + i
         mix = weights.upper_mix[i] if weights.upper_mix else None
-        of_layer = weights.upper[i], with_queries(kv, weights.upper_q[i]), mlp_map, mix
+        of_layer = weights.upper[i], with_queries(kv, weights.upper_q[i]), mlp, mix
         kind, own = config.kind(layer), owns[i]
         x, pools[layer] = prompt_layer(kind, of_layer, x, tables, pools[layer], own)
         if first is not None and own is not None:

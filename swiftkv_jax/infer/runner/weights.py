@@ -22,6 +22,7 @@ from ...params import (
     Block,
     Leaf,
     Llama,
+    PromptMLP,
     ServingBlock,
     SwiftKV,
     llama_shapes,
@@ -64,7 +65,7 @@ class Weights:
     upper_mix: tuple[Leaf, ...] = ()  # K H H, where layers attend to two caches and mix values
     prompt_kv: tuple[QKV, ...] = ()
     """Projections of `Config.prompt_attention_layers`, without q: those of `upper_q` serve."""
-    prompt_map: tuple[Leaf, ...] = ()  # D D, of the same layers
+    prompt_mlp: tuple[PromptMLP, ...] = ()  # of the same layers
     k_tap: Leaf = None  # P K H D, with `Config.boundary_taps` only
 
 
@@ -142,7 +143,7 @@ def serving_weights(
         upper_kv=upper_kv,
         upper_mix=() if delta.mix is None else unstack(delta.mix, donate=donate),
         prompt_kv=prompt,
-        prompt_map=() if delta.mlp_map is None else unstack(delta.mlp_map, donate=donate),
+        prompt_mlp=() if delta.prompt_mlp is None else unstack(delta.prompt_mlp, donate=donate),
         k_tap=delta.k_tap,
     )
     if donate:
@@ -313,7 +314,7 @@ def weight_shardings(
         else (),
         upper_mix=layers(delta.mix, config.num_upper_layers) if delta.mix is not None else (),
         prompt_kv=layers(_kv(prompt_projections(delta)), config.prompt_attention_layers),
-        prompt_map=layers(delta.mlp_map, config.prompt_attention_layers),
+        prompt_mlp=layers(delta.prompt_mlp, config.prompt_attention_layers),
         k_tap=delta.k_tap,
     )
 

@@ -86,7 +86,11 @@ def test_cells():
             "prefill --config llama-3.1-8b --load-format dummy --prompt-attention-layers 16",
             "from 0 to 15",
         ),
-        ("prefill --boundary-taps 1", "are of a cut: add --num-key-value-layers"),
+        ("prefill --boundary-taps 1", "--boundary-taps is of a cut: add --num-key-value-layers"),
+        (
+            "prefill --config llama-3.1-8b --load-format dummy --prompt-mlp-neurons 64",
+            "--prompt-mlp-neurons 64: prompt_mlp_neurons=64 needs prompt_attention_layers",
+        ),
     ],
 )
 def test_mistakes_are_one_line(flags, message, tmp_path, capsys):

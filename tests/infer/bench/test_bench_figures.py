@@ -223,8 +223,8 @@ def test_dummy_weights_in_8_bits(format):
 def test_heads_that_are_paired_stay_so(kv):
     """The model that is measured answers as the one that was given."""
     model = own_kv_engines.model("g=2")
-    names = "num_key_value_layers", "key_value_group_size"
-    names += "prompt_attention_layers", "boundary_taps", "exact_head"
+    names = "num_key_value_layers", "key_value_group_size", "prompt_attention_layers"
+    names += "prompt_mlp_neurons", "boundary_taps", "exact_head"
     fields: Any = dict.fromkeys(names)
     options: Any = SimpleNamespace(**fields, variants=(STUDENT,), engine={"generated_kv": kv})
     measured = variants._with_cut(options, model)

@@ -1,5 +1,5 @@
-"""An engine for students with prompt attention layers and taps: answers and scores are those of
-whole sequences, whatever the chunks, the neighbours and the cache hold."""
+"""An engine for students with prompt attention layers, neurons and taps: answers and scores are
+those of whole sequences, whatever the chunks, the neighbours and the cache hold."""
 
 import dataclasses
 import functools
@@ -32,15 +32,16 @@ class Case(NamedTuple):
     generated_kv: GeneratedKV
     exact_tail: int
     exact_head: int = 0
+    neurons: int = 0
 
 
 CASES = {
-    "boundary": Case(2, 1, 1, "boundary", 0),
+    "boundary": Case(2, 1, 1, "boundary", 0, neurons=6),
     "boundary, groups": Case(1, 1, 2, "boundary", 0),
     "boundary, a head": Case(2, 1, 1, "boundary", 0, 1),
     "own, a tail": Case(2, 1, 1, "own", 3, 1),
-    "own, a head": Case(1, 1, 1, "own", 0, 1),
-    "own, a tail, groups": Case(1, 1, 2, "own", 3),
+    "own, a head": Case(1, 1, 1, "own", 0, 1, neurons=5),
+    "own, a tail, groups": Case(1, 1, 2, "own", 3, neurons=8),
     "own, groups": Case(3, 0, 2, "own", 0),
 }
 
@@ -50,7 +51,9 @@ def student(name: str) -> skv.Model:
     """With groups also each layer's own order of heads, and a mix of their values."""
     case = CASES[name]
     heads = ((1, 0), (0, 1), (1, 0), (1, 0), (0, 1)) if case.group > 1 else None
-    config, llama, delta = model_of(case.layers, case.taps, case.group, shared_kv_heads=heads)
+    config, llama, delta = model_of(
+        case.layers, case.taps, case.group, neurons=case.neurons, shared_kv_heads=heads
+    )
     config = dataclasses.replace(
         config,
         generated_kv=case.generated_kv,
