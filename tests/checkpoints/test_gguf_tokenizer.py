@@ -5,9 +5,10 @@ import json
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 
 from swiftkv_jax import ConfigError
+from swiftkv_jax.checkpoints.gguf_pretokenizers import pre_tokenizer
 from swiftkv_jax.checkpoints.gguf_tokenizer import end_tokens, tokenizer_files
 from tests.checkpoints import gguf_files
 from tests.checkpoints.gguf_files import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
@@ -55,6 +56,23 @@ def split(pre: str, text: str) -> list[str]:
 )
 def test_a_text_is_split_as_the_name_says(pre, text, parts):
     assert split(pre, text) == parts
+
+
+@pytest.mark.parametrize(
+    "names, digits", [(["gpt-2"], False), (["smollm", "refact", "starcoder"], True)]
+)
+def test_texts_are_split_as_in_the_models_own_files(names, digits):
+    """The tokenizer.json of GPT-2 names a step of the library's own instead of a pattern, those of
+    SmolLM and StarCoder one more for single digits."""
+    steps = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
+    theirs = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    random = np.random.default_rng(0)
+    alphabet = np.array([*"aZéß日ا٣¾1209 \t\r\n\u00a0\u3000'stremvld.,;!/(<$#_🙂\u0301\u200d"])
+    for name in names:
+        ours = pre_tokenizer(name).build()[0]
+        for length in random.integers(1, 40, 400):
+            text = "".join(random.choice(alphabet, length))
+            assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text), text
 
 
 def test_normalisation_and_merges():
