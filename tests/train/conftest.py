@@ -1,9 +1,11 @@
-"""The package's log, as tests of the library see it."""
+"""The package's log, as tests of the library see it; and runs whose reports have no curves."""
 
 import logging
 from collections.abc import Iterator
 
 import pytest
+
+from swiftkv_jax.train import report
 
 
 @pytest.fixture
@@ -14,3 +16,15 @@ def log(caplog, monkeypatch) -> Iterator[pytest.LogCaptureFixture]:
     monkeypatch.setattr(logger, "handlers", [caplog.handler])
     caplog.set_level(logging.INFO, logger.name)
     yield caplog
+
+
+@pytest.fixture(scope="module", autouse=True)
+def curves_are_not_drawn(request) -> Iterator[None]:
+    """Reports without curves, which take a second of each run, but where they are looked at and
+    in the tests of whole runs."""
+    if request.path.name in ("test_report.py", "test_run.py"):
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "draw_run", lambda rows: "<svg/>")
+        yield

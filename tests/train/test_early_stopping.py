@@ -18,7 +18,7 @@ def test_a_run_stops_when_the_held_out_loss_has_not_fallen_and_stays_stopped(tmp
     code, run = tmp_path / "code.txt", tmp_path / "run"
     code.write_text(TEXT)
     settings = (
-        "--max-length 32 --batch-size 2 --max-steps 12 --learning-rate 1e-30 "
+        "--init leader --max-length 32 --batch-size 2 --max-steps 12 --learning-rate 1e-30 "
         "--logging-steps 1 --eval-steps 2"
     )
     command = [
@@ -46,7 +46,8 @@ def test_a_run_stops_when_the_held_out_loss_has_not_fallen_and_stays_stopped(tmp
 def test_the_start_is_exported_where_training_made_it_worse(tmp_path, capsys):
     code = tmp_path / "code.txt"
     code.write_text(TEXT)
-    settings = "--max-length 32 --batch-size 2 --max-steps 4 --eval-steps 2 --save-steps 2"
+    settings = "--init leader --max-length 32 --batch-size 2 --max-steps 4"
+    settings += " --eval-steps 2 --save-steps 2"
     files = ["--data", str(code), "--eval-data", str(code)]
 
     def exported(run: str, rate: str, *flags: str) -> bytes:

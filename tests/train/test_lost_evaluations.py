@@ -41,7 +41,8 @@ def train(tmp_path, monkeypatch):
     """Runs a command for (run, flags), stopped after so many steps of this attempt. The held-out
     losses are `LOSSES`, in the order in which a run asks for them."""
     (code := tmp_path / "code.txt").write_text(TEXT * 20)
-    settings = "--max-length 32 --batch-size 2 --max-steps 6 --eval-steps 2 --save-steps 6"
+    settings = "--init leader --max-length 32 --batch-size 2 --max-steps 6"
+    settings += " --eval-steps 2 --save-steps 6"
     files = ["--data", str(code), "--eval-data", str(code)]
     real, scripts = loop.evaluate, {}
 
