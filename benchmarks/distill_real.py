@@ -191,7 +191,9 @@ def join(folder: Path, target: Path) -> str:
 
 
 def stop_after(seconds: float) -> None:
-    """Ask the trainer to save and stop, as SIGTERM does, in so many seconds."""
+    """Ask the trainer to save and stop, as SIGTERM does, in so many seconds. Where no training is
+    under way, everything is written and the signal interrupts."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     timer = threading.Timer(seconds, functools.partial(os.kill, os.getpid(), signal.SIGTERM))
     timer.daemon = True
     timer.start()

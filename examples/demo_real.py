@@ -36,8 +36,8 @@ from swiftkv_jax.train.output_folder import EXPORT
 DEFAULT_FOLDER = Path("runs/demo-real")
 CALIBRATED = "--calibration-tokens 18432".split()
 """The fewest, 32 for each entry of SmolLM2's hidden state, to which a fit is not warned of."""
-ANALYZED = "--groups 1 --generated-kv own --rows 8".split()
-EVALUATED = "--max-length 512 --batch-size 8 --eval-batches 1".split()
+ANALYZED = "--groups 1 --generated-kv own".split()
+EVALUATED = "--max-length 512 --batch-size 8 --eval-batches 2".split()
 STEPS = 6
 TRAINED = f"--learning-rate 5e-4 --remat none --max-steps {STEPS}".split()
 FACTS = (

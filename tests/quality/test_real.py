@@ -4,6 +4,8 @@ table."""
 import copy
 import dataclasses
 import json
+import signal
+import threading
 
 import numpy as np
 import pytest
@@ -231,6 +233,16 @@ def test_a_plan_is_trained_and_measured(demo, packages, monkeypatch, tmp_path):
     monkeypatch.setattr(distill_real.loop, "run", None)
     assert distill_real.main(arguments) == 0
     assert json.loads(output.read_text()) == document
+
+
+def test_the_time_may_end_outside_training():
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            distill_real.stop_after(0)
+            threading.Event().wait(60)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_plans(capsys):
