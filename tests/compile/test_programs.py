@@ -3,6 +3,7 @@ kernels, and memory."""
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 import jax.numpy as jnp
@@ -126,6 +127,52 @@ def test_two_caches(name, tail):
     assert str(compiled.as_text()).count(target) >= attended - bool(tail)
     assert memory.peak_memory_in_bytes < 0.9 * available * GIB
     assert memory.temp_size_in_bytes <= bound * MIB
+
+
+PREFILL, DECODE = PrefillProgram(CHUNK, CHUNK // 128 + 16, None), DecodeProgram(SLOTS)
+TAIL = UpperProgram(CHUNK, 64, None, scores=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "program", "attentions"),
+    [
+        ("8B on an H200", PREFILL, 2 + 2),  # lower layers, prompt attention
+        ("8B on an H200", TAIL, 2 + 2 + 3),  # of the last layer only keys and values are needed
+        ("8B on an H200", DECODE, 2 + 4 + 1),  # in the second prompt attention layer twice
+        ("8B on a v6e", PREFILL, 2 + 2),
+        ("8B on a v6e", DECODE, 2 + 4 + 1),
+    ],
+)
+def test_prompt_attention_a_tap_and_an_exact_head(name, program, attentions):
+    """Of six layers two are lower ones, and prompts run the attention of two more. The first
+    tokens of texts attend to themselves alone, without a kernel."""
+    config, topology, mesh, _ = MACHINES[name]
+    tail = 64 if isinstance(program, UpperProgram) else 0
+    config = dataclasses.replace(
+        config,
+        num_layers=6,
+        num_key_value_layers=2,
+        prompt_attention_layers=2,
+        boundary_taps=1,
+        exact_head=1,
+        generated_kv="own" if tail else "boundary",
+        exact_tail=tail,
+    )
+    static: dict[str, Any] = {"steps": 8} if isinstance(program, DecodeProgram) else {}
+    lowered = lower_program(config, program, **SHAPE, mesh=topology_mesh(topology, mesh), **static)
+    compiled, kernels = with_kernels(lowered)
+    assert all(kernel.spilled == 0 for kernel in kernels)
+    memory: Any = compiled.memory_analysis()
+    targets = re.findall(r'custom_call_target="(mosaic_gpu|tpu_custom)', str(compiled.as_text()))
+    print(
+        f"{name}, {program}: {len(targets)} calls, temporaries "
+        f"{memory.temp_size_in_bytes / MIB:.1f} MiB"
+    )
+    # On GPUs a decode step's attention is two kernels: blocks of keys, and their combination.
+    on_gpu = topology.startswith("h200")
+    assert len(targets) == attentions * (2 if on_gpu and static else 1)
+    cache = SLOTS * SHAPE["max_model_len"] * bytes_per_token(config, jnp.bfloat16)
+    assert memory.alias_size_in_bytes >= cache / math.prod(mesh)
 
 
 @pytest.mark.parametrize(
