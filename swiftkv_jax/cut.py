@@ -8,6 +8,19 @@ import dataclasses
 from .config import Config, GeneratedKV
 from .errors import ConfigError, UsageError
 
+CUT_FIELDS = (
+    "num_key_value_layers",
+    "key_value_group_size",
+    "prompt_attention_layers",
+    "prompt_mlp_neurons",
+    "boundary_taps",
+    "exact_head",
+    "generated_kv",
+    "exact_tail",
+)
+"""Fields of a `Config` that say where a model is cut, and how its prompts and generated tokens
+run."""
+
 
 def choose_cut(
     config: Config,

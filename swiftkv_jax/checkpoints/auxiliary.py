@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Config
+from ..cut import CUT_FIELDS
 from ..errors import CheckpointError, ConfigError
 from ..io.files import write_json
 from ..model import AuxiliaryFiles
@@ -112,15 +113,8 @@ def to_hf_config(
         "quantization_config",
         "auto_map",
         "swiftkv",
-        "num_key_value_layers",
-        "key_value_group_size",
         "shared_kv_heads",
-        "generated_kv",
-        "exact_tail",
-        "exact_head",
-        "prompt_attention_layers",
-        "prompt_mlp_neurons",
-        "boundary_taps",
+        *CUT_FIELDS,
         "num_local_experts",
     )
     if config.num_upper_layers == 0:

@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from ..config import Config
+from ..cut import CUT_FIELDS
 from ..errors import CheckpointError, UsageError
 from ..mesh import check_mesh
 from ..model import AuxiliaryFiles, Model, check_model, default_dtype
@@ -320,18 +321,8 @@ def parse_dtype(dtype: Any) -> np.dtype | None:
 def check_overrides(path: Path, stored: Config, wanted: Config) -> None:
     """Raise `CheckpointError` unless `wanted` is `stored` with, at most, another SwiftKV cut and
     another use of it."""
-    cut = dataclasses.replace(
-        stored,
-        num_key_value_layers=wanted.num_key_value_layers,
-        key_value_group_size=wanted.key_value_group_size,
-        shared_kv_heads=wanted.shared_kv_heads,
-        prompt_attention_layers=wanted.prompt_attention_layers,
-        prompt_mlp_neurons=wanted.prompt_mlp_neurons,
-        boundary_taps=wanted.boundary_taps,
-        generated_kv=wanted.generated_kv,
-        exact_tail=wanted.exact_tail,
-        exact_head=wanted.exact_head,
-    )
+    names = (*CUT_FIELDS, "shared_kv_heads")
+    cut = dataclasses.replace(stored, **{name: getattr(wanted, name) for name in names})
     found = dataclasses.asdict(cut)
     expected = dataclasses.asdict(wanted)
     if different := [

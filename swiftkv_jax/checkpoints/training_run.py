@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from ..config import Config
+from ..cut import CUT_FIELDS
 from ..errors import CheckpointError, UsageError
 from . import open_any
 from .auxiliary import read_json
@@ -102,15 +103,8 @@ def _open_base(path: Path, base: str | os.PathLike[str] | None) -> Source:
     heads = recorded.get("shared_kv_heads")
     config = dataclasses.replace(
         open_any(where).config,
-        num_key_value_layers=recorded["num_key_value_layers"],
-        key_value_group_size=recorded["key_value_group_size"],
         shared_kv_heads=None if heads is None else tuple(map(tuple, heads)),
-        generated_kv=recorded.get("generated_kv", "boundary"),
-        exact_tail=recorded.get("exact_tail", 0),
-        exact_head=recorded.get("exact_head", 0),
-        prompt_attention_layers=recorded.get("prompt_attention_layers", 0),
-        prompt_mlp_neurons=recorded.get("prompt_mlp_neurons", 0),
-        boundary_taps=recorded.get("boundary_taps", 0),
+        **{name: recorded.get(name, getattr(Config, name)) for name in CUT_FIELDS},
     )
     if different := config_differences(recorded, config):
         raise CheckpointError(

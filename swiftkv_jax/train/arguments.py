@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ..cli.model_options import add_process_arguments, add_revision
+from ..cut import CUT_FIELDS
 from ..errors import UsageError
 from ..pallas_kernels import IMPLEMENTATIONS
 from ..presets import PRESETS
 from .cut_arguments import add_cut
 from .given_analysis import recommended_cut
 from .objective import HiddenLoss, LossAverage, LossMask, Padding
-from .recipe import CUT, DEMO, RECIPES, Init, Recipe
+from .recipe import DEMO, RECIPES, Init, Recipe
 
 PROCESS_ARGUMENTS = "coordinator_address", "num_processes", "process_id"
 """Names of what `add_process_arguments` adds."""
@@ -316,7 +317,8 @@ def make_recipe(
     """The `given` fields over those of `demo` where no model is named, else over the defaults of
     `Recipe`. Raises `UsageError`, which names the `command`, for arguments that are missing."""
     if args.analysis is not None:
-        given.update(recommended_cut(args.analysis) | {k: given[k] for k in CUT if k in given})
+        named = {name: given[name] for name in CUT_FIELDS if name in given}
+        given.update(recommended_cut(args.analysis) | named)
     if given.get("max_steps") is not None and "num_train_epochs" in given:
         raise UsageError("give `max_steps` or `num_train_epochs`, not both")
     if args.model is None:

@@ -22,7 +22,7 @@ from ..checkpoints.source import Source
 from ..checkpoints.training_run import CALIBRATION, EXPORT
 from ..cli.devices import join_and_emulate, refuse_x64
 from ..config import Config
-from ..cut import has_same_delta
+from ..cut import CUT_FIELDS, has_same_delta
 from ..distributed import check_all_take_part, is_main_process
 from ..errors import UsageError
 from ..io.files import write_json
@@ -172,14 +172,7 @@ def run(recipe: Recipe, *, keep_delta: bool = False) -> None:
             {
                 "model": str(Path(recipe.model).absolute()),
                 "data": recipe.data,
-                "num_key_value_layers": config.num_key_value_layers,
-                "key_value_group_size": config.key_value_group_size,
-                "prompt_attention_layers": config.prompt_attention_layers,
-                "prompt_mlp_neurons": config.prompt_mlp_neurons,
-                "boundary_taps": config.boundary_taps,
-                "generated_kv": config.generated_kv,
-                "exact_tail": config.exact_tail,
-                "exact_head": config.exact_head,
+                **{name: getattr(config, name) for name in CUT_FIELDS},
                 "layers": [dataclasses.asdict(layer) for layer in layers],
                 "held_out": results,
                 "warning": _warning(files, results),

@@ -13,6 +13,7 @@ from ..checkpoints.source import Source
 from ..checkpoints.training_run import EXPORT, RECIPE
 from ..config import Config
 from ..cost import prefill_flops
+from ..cut import CUT_FIELDS
 from ..distributed import is_main_process
 from ..errors import ConfigError, DataError, UsageError
 from ..model import default_dtype
@@ -28,7 +29,7 @@ from .analyze import (
 )
 from .output_folder import prepare_folder, removed_if_empty
 from .progress import peak_flops
-from .recipe import CUT, Recipe
+from .recipe import Recipe
 from .recommendation import describe_cut
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,8 @@ def with_cut(recipe: Recipe, source: Source, mesh: Mesh) -> Recipe:
     recorded = recipe.output_dir / RECIPE
     if recorded.is_file():
         found = read_json(recorded).get("config", {})
-        return dataclasses.replace(recipe, **{name: found[name] for name in CUT if name in found})
+        cut = {name: found[name] for name in CUT_FIELDS if name in found}
+        return dataclasses.replace(recipe, **cut)
     if reason := _no_analysis(recipe, source.config, mesh):
         logger.warning("half of the layers keep their own keys and values: %s", reason)
         return recipe

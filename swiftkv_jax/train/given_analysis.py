@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..cut import CUT_FIELDS
 from ..errors import UsageError
-from .recipe import CUT
 
 ANALYSIS = "analysis.json"
 
@@ -17,7 +17,7 @@ def recommended_cut(folder: Path) -> dict[str, Any]:
     file = folder / ANALYSIS if folder.is_dir() else folder
     try:
         found = json.loads(file.read_text(encoding="utf-8"))["recommendation"]
-        return {name: found[name] for name in CUT}
+        return {name: found[name] for name in CUT_FIELDS}
     except OSError as error:
         raise UsageError(f"`analysis`={folder}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .. import demo
-from ..config import GeneratedKV
+from ..config import Config, GeneratedKV
+from ..cut import CUT_FIELDS
 from ..errors import UsageError
 from ..mesh_shape import MeshShape
 from ..pallas_kernels import Implementation
@@ -231,18 +232,6 @@ class Recipe:
         )
 
 
-CUT = (
-    "num_key_value_layers",
-    "key_value_group_size",
-    "prompt_attention_layers",
-    "prompt_mlp_neurons",
-    "boundary_taps",
-    "exact_head",
-    "generated_kv",
-    "exact_tail",
-)
-"""Fields that say where a model is cut, and how its prompts and generated tokens run."""
-
 # Every field of `Recipe` is in one of these three.
 STEERING = (
     "batch_size",
@@ -268,27 +257,13 @@ STEERING_LATER = {
 }
 """Fields that steer the updates too, but are missing in the first checkpoints; each with the value
 that those were trained with."""
-UNRECORDED = STEERING_LATER | {
-    "generated_kv": "boundary",
-    "exact_tail": 0,
-    "exact_head": 0,
-    "prompt_attention_layers": 0,
-    "prompt_mlp_neurons": 0,
-    "boundary_taps": 0,
-}
+UNRECORDED = STEERING_LATER | {name: getattr(Config, name) for name in CUT_FIELDS}
 """Values of settings that a checkpoint does not name."""
 NOT_STEERING = (
     # Their results are in the fingerprint: weights, cut, data, number of steps.
     "model",
     "data",
-    "num_key_value_layers",
-    "key_value_group_size",
-    "prompt_attention_layers",
-    "prompt_mlp_neurons",
-    "boundary_taps",
-    "generated_kv",
-    "exact_tail",
-    "exact_head",
+    *CUT_FIELDS,
     "init",
     "calibration_tokens",
     "max_steps",

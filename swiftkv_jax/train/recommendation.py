@@ -8,10 +8,10 @@ import shlex
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..config import GeneratedKV
+from ..config import Config, GeneratedKV
+from ..cut import CUT_FIELDS
 from ..errors import UsageError
 from .far_tokens import MAX_FAR_LOSS, MIN_FAR_TOKENS
-from .recipe import CUT
 
 if TYPE_CHECKING:
     from .sweep import CutResult
@@ -117,7 +117,7 @@ class Recommendation:
     @property
     def cut(self) -> dict[str, Any]:
         """The fields that are those of a cut, by the names of a recipe."""
-        return {name: getattr(self, name) for name in CUT}
+        return {name: getattr(self, name) for name in CUT_FIELDS}
 
     def describe(self, num_layers: int) -> str:
         """A sentence: the cut, its losses and its cost."""
@@ -160,17 +160,8 @@ class Recommendation:
             words += ["--model", model, *(["--revision", revision] if revision else [])]
         for text in data:
             words += ["--data", text]
-        defaults = {
-            "key_value_group_size": 1,
-            "prompt_attention_layers": 0,
-            "prompt_mlp_neurons": 0,
-            "boundary_taps": 0,
-            "exact_head": 0,
-            "generated_kv": "boundary",
-            "exact_tail": 0,
-        }
         for name, value in self.cut.items():
-            if value != defaults.get(name):
+            if value != getattr(Config, name):
                 words += [f"--{name.replace('_', '-')}", str(value)]
         return shlex.join([*words, "--output-dir", "runs/cut"])
 

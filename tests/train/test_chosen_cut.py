@@ -9,12 +9,13 @@ import pytest
 
 from swiftkv_jax import demo
 from swiftkv_jax.checkpoints import open_any
+from swiftkv_jax.cut import CUT_FIELDS
 from swiftkv_jax.errors import DataError, UsageError
 from swiftkv_jax.mesh import make_mesh
 from swiftkv_jax.train import chosen_cut
 from swiftkv_jax.train.chosen_cut import with_cut
 from swiftkv_jax.train.given_analysis import recommended_cut
-from swiftkv_jax.train.recipe import CUT, DEMO, Recipe
+from swiftkv_jax.train.recipe import DEMO, Recipe
 from swiftkv_jax.train.recommendation import Budget, recommend
 from tests.train.test_recommendation import CUTS, MANY
 
@@ -52,7 +53,7 @@ def analyses(monkeypatch):
 
 
 def cut_of(recipe: Recipe) -> dict[str, Any]:
-    return {name: getattr(recipe, name) for name in CUT}
+    return {name: getattr(recipe, name) for name in CUT_FIELDS}
 
 
 MESH = make_mesh((1, 1))
