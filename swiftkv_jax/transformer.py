@@ -107,8 +107,10 @@ def run_upper_layers_teacher(
     layer_hook: LayerHook | None = None,
     remat: Remat = "none",
     attention: Attention = DEFAULT,
+    count: int | None = None,
 ):
-    """The plain Llama's upper layers: (x, sum over layers of `layer_hook(index, input)`)."""
+    """The plain Llama's upper layers, the first `count` of them or all: (x, sum over layers of
+    `layer_hook(index, input)`)."""
     upper_qkv = require_teacher(llama, "run it as a plain Llama")
     config, mesh = config.at_length(x.shape[1]), attention.mesh
     kinds, kind_of = scanned_kinds(
@@ -123,7 +125,10 @@ def run_upper_layers_teacher(
         x, _ = self_layer(config, block, qkv, x, rope, attend, attention)
         return constrain_activations(mesh, x, sequence=attention.shard_sequence)
 
-    return _scan_upper(config, layer_step, (llama.upper, upper_qkv, kinds), x, layer_hook, remat)
+    layers = llama.upper, upper_qkv, kinds
+    if count is not None:
+        layers = jax.tree.map(lambda stack: stack[:count], layers)
+    return _scan_upper(config, layer_step, layers, x, layer_hook, remat, count)
 
 
 def run_upper_layers_student(
@@ -224,7 +229,15 @@ def _repeat_groups(config: Config, shared: Float[Array, "J B K T H"]) -> Float[A
     return jnp.take_along_axis(repeated, heads, axis=2)
 
 
-def _scan_upper(config: Config, layer_step, layers, x, layer_hook: LayerHook | None, remat: Remat):
+def _scan_upper(
+    config: Config,
+    layer_step,
+    layers,
+    x,
+    layer_hook: LayerHook | None,
+    remat: Remat,
+    count: int | None = None,
+):
     layer_hook = layer_hook or (lambda index, x: ())
 
     def step(carry, indexed_layer):
@@ -236,7 +249,7 @@ def _scan_upper(config: Config, layer_step, layers, x, layer_hook: LayerHook | N
     zero = jax.tree.map(
         lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(layer_hook, jnp.int32(0), x)
     )
-    indices = jnp.arange(config.num_lower_layers, config.num_layers)
+    indices = jnp.arange(config.num_lower_layers, config.num_layers)[:count]
     (x, total), _ = jax.lax.scan(_CHECKPOINT[remat](step), (x, zero), (indices, layers))
     return x, total
 

@@ -36,7 +36,7 @@ from ..params import Llama, SwiftKV, require_teacher
 from ..rope import scanned_kinds
 from ..sharding import all_gather_fsdp, constrain_activations, to_host
 from ..transformer import run_lower_layers
-from .moments import attention_scores, fold_queries
+from .token_weights import attention_scores, fold_queries
 
 logger = logging.getLogger(__name__)
 

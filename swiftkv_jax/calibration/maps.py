@@ -41,9 +41,9 @@ from ..sharding import (
     swiftkv_shardings,
     to_host,
 )
-from ..transformer import run_lower_layers
+from ..transformer import run_lower_layers, run_upper_layers_teacher
 from . import solve
-from .moments import fitted_tokens, products, prompt_delta, run_teacher_layers, split_rows
+from .moments import fitted_tokens, products, prompt_delta, split_rows
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +200,9 @@ def add_map_batch(
     config = config.at_length(batch.tokens.shape[1])
     x, tables, u, m = _mlp_input(config, attention, index, llama, mlps, batch)
     segment_ids, mesh = batch.segment_ids, attention.mesh
-    h = run_teacher_layers(config, llama, index + 1, x, tables, segment_ids, attention=attention)
+    h, _ = run_upper_layers_teacher(
+        config, llama, x, tables, segment_ids, attention=attention, count=index + 1
+    )
     own = all_gather_prompt_mlp(mesh, jax.tree.map(lambda leaf: leaf[index], mlps))
     return add_sums(config, mesh, sums, map_inputs(config, m, own), h - u, segment_ids)
 

@@ -1,10 +1,6 @@
 """Second moments of the teacher's upper layers over calibration tokens, in one pass per batch.
 
-Letters as in `params` and `solve`. Every token counts with the attention that it receives: in layer
-j its weight is the sum over query heads and later tokens m of p_jm^2, where p are the attention
-probabilities, up to `MAX_WEIGHT`, and scaled so that a row's weights sum to its tokens: the sums
-do not depend on how rows are divided into batches. An error in the keys or values of a token that
-is not attended to costs nothing.
+Letters as in `params` and `solve`. Tokens count with the weights of `token_weights`.
 """
 
 from __future__ import annotations
@@ -12,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,21 +23,15 @@ from ..attention import Attention
 from ..batch import Batch
 from ..boundary import first_tokens, previous_tokens, run_prompt_layer
 from ..config import Config
-from ..decoder_layers import project_q, self_layer
-from ..layers import norm, norm_heads, project_heads
-from ..mesh import FSDP, MODEL, dp_size
+from ..decoder_layers import kv_projections, project_q, self_layer
+from ..layers import norm, project_heads
+from ..mesh import FSDP, MODEL
 from ..packed_attention import packed_attention
 from ..params import QKV, Block, Leaf, Llama, PromptMLP, SwiftKV, require_teacher
-from ..rope import Tables, apply_rope, scanned_kinds, table_of
+from ..rope import scanned_kinds
 from ..sharding import all_gather_fsdp, constrain_activations
-from ..transformer import run_lower_layers
-
-MAX_WEIGHT = 1000.0
-"""The largest weight of a token, in medians of its row and layer. Where queries attend to the
-first token of a text for want of another (attention sinks: Xiao et al. 2023, arXiv 2309.17453),
-that token would have most of the weight, and R2 would be its R2."""
-PROBABILITIES_PER_CHUNK = 2**26
-"""Attention probabilities that a device holds at a time, 256 MiB in float32."""
+from ..transformer import run_lower_layers, run_upper_layers_teacher
+from .token_weights import counted_queries, received_attention, token_weights
 
 
 @struct.dataclass
@@ -140,14 +130,27 @@ def add_batch(
             config, llama, prompt, layer, y, tables, segment_ids, attention=attention
         )
     s = regressors(config, y, first_fitted_norm(config, llama), segment_ids)
-    x = run_teacher_layers(config, llama, alone, x, tables, segment_ids, attention=attention)
+    x, _ = run_upper_layers_teacher(
+        config, llama, x, tables, segment_ids, attention=attention, count=alone
+    )
 
     def step(carry, indexed_layer):
         x, moments = carry
         index, (*weights, kind) = indexed_layer
         block, qkv = (all_gather_fsdp(mesh, part, layer=True) for part in weights)
         rope, window = kind_of(kind)
-        added = layer_moments(config, block, qkv, x, s, (rope, window), segment_ids, mesh=mesh)
+        queries = layer_queries(
+            config,
+            block,
+            qkv,
+            x,
+            (rope, window),
+            segment_ids,
+            tails=(config.exact_tail,),
+            mesh=mesh,
+        )
+        received = queries.received[0], queries.counted[0]
+        added = layer_moments(config, block, qkv, x, s, segment_ids, *received, queries.energy)
         attend = packed_attention(config, attention, segment_ids, window)
         x, _ = self_layer(config, block, qkv, x, rope, attend, attention)
         return (
@@ -170,33 +173,6 @@ def prompt_delta(llama: Llama, mlps: PromptMLP | None) -> SwiftKV:
     qkv = require_teacher(llama, "calibrate")
     projections = {field.name: getattr(qkv, field.name) for field in dataclasses.fields(qkv)}
     return SwiftKV(**{"norm": None, **projections}).with_prompt_mlp(mlps)
-
-
-def run_teacher_layers(
-    config: Config,
-    llama: Llama,
-    count: int,
-    x: Float[Array, "B T D"],
-    tables: Tables,
-    segment_ids: Int[Array, "B T"],
-    *,
-    attention: Attention,
-) -> Float[Array, "B T D"]:
-    """The first `count` of the teacher's upper layers, one by one."""
-    stacks = llama.upper, require_teacher(llama, "calibrate")
-    for index in range(count):
-        block, qkv = (
-            all_gather_fsdp(
-                attention.mesh, jax.tree.map(lambda leaf, at=index: leaf[at], stack), layer=True
-            )
-            for stack in stacks
-        )
-        kind = config.kind(config.num_lower_layers + index)
-        attend = packed_attention(config, attention, segment_ids, kind.window)
-        rope = table_of(config, tables, kind)
-        x, _ = self_layer(config, block, qkv, x, rope, attend, attention)
-        x = constrain_activations(attention.mesh, x)
-    return x
 
 
 def first_fitted_norm(config: Config, llama: Llama) -> Float[Array, " D"] | None:
@@ -222,36 +198,72 @@ def regressors(
     return jnp.concatenate(parts, -1)
 
 
+@struct.dataclass
+class LayerQueries:
+    """What the queries of a layer say about the tokens of a batch, whatever the cut is."""
+
+    received: Leaf  # f32[S, B, T]: the attention that each token receives, for each exact tail
+    counted: Leaf  # bool[S, B, T]: the tokens that count
+    energy: Leaf  # f32[N, H/2]: `Moments.query_energy`
+
+
+def layer_queries(
+    config: Config,
+    block: Block,
+    qkv: QKV,
+    x: Float[Array, "B T D"],
+    kind: tuple[Float[Array, "2 B T F"] | None, Any],
+    segment_ids: Int[Array, "B T"],
+    *,
+    tails: Sequence[int],
+    mesh: Mesh | None = None,
+) -> LayerQueries:
+    """The queries of a layer that `x` enters, for students with each of `tails`. `kind` is the
+    layer's rotary table and window."""
+    # As in `self_layer`: where that runs too, the compiler keeps only one of them.
+    h, (rope, window) = norm(config, x, block.attn_norm), kind
+    q, (k, _) = project_q(config, qkv, h, rope), kv_projections(config, qkv, h, rope)
+    distances, counted = zip(
+        *(counted_queries(tail, segment_ids, window) for tail in tails), strict=True
+    )
+    received = received_attention(
+        q,
+        k,
+        segment_ids,
+        distances=distances,
+        window=window,
+        score_cap=config.score_cap,
+        mesh=mesh,
+    )
+    real = (segment_ids > 0).astype(jnp.float32)
+    return LayerQueries(received, jnp.stack(counted), pair_energy(q, real, config.rotated_dims))
+
+
 def layer_moments(
     config: Config,
     block: Block,
     qkv: QKV,
     x: Float[Array, "B T D"],
     s: Float[Array, "B T E"],
-    kind: tuple[Float[Array, "2 B T F"] | None, Any],
     segment_ids: Int[Array, "B T"],
-    *,
-    mesh: Mesh | None = None,
+    received: Float[Array, "B T"],
+    counted: Bool[Array, "B T"],
+    query_energy: Float[Array, "N H_half"],
 ) -> Moments:
     """The sums of one layer over a batch, without its number of tokens: fields as in `Moments` but
-    for the first axis. `x` enters the layer, `kind` is its rotary table and window. Keys are taken
-    before their norm, which the student has too."""
-    real = fitted_tokens(config, segment_ids).astype(jnp.float32)
-    # As in `self_layer`: where that runs too, the compiler keeps only one of them.
-    h, (rope, window) = norm(config, x, block.attn_norm), kind
-    q = project_q(config, qkv, h, rope)
+    for the first axis. `x` enters the layer; what follows `segment_ids` is of `LayerQueries`, for
+    one tail. Keys are taken before their norm, which the student has too."""
+    h = norm(config, x, block.attn_norm)
     k, v = project_heads(h, qkv.k, qkv.k_bias), project_heads(h, qkv.v, qkv.v_bias)
-    y, k = jnp.stack([k, v], axis=2), apply_rope(norm_heads(config, k, qkv.k_norm), rope)
-    weight = token_weights(
-        received_attention(q, k, segment_ids, window=window, score_cap=config.score_cap, mesh=mesh),
-        real,
-    )
+    y = jnp.stack([k, v], axis=2)
+    counted &= fitted_tokens(config, segment_ids)
+    weight = token_weights(received, counted.astype(jnp.float32))
     weighted = s.astype(jnp.float32) * weight[..., None]
     return Moments(
         inputs=products("BTD,BTE->DE", weighted, s),
         cross=products("BTE,BTPKH->EPKH", weighted, y),
         energy=products("BT,BTPKH->PK", weight, jnp.square(y.astype(jnp.float32))),
-        query_energy=pair_energy(q, real, config.rotated_dims),
+        query_energy=query_energy,
         tokens=jnp.zeros(()),
     )
 
@@ -307,81 +319,3 @@ def pair_energy(
     parts = (part for part in jnp.split(squares, [rotated], axis=-1) if part.shape[-1])
     pairs = [a + b for a, b in (jnp.split(part, 2, axis=-1) for part in parts)]
     return jnp.einsum("BTNF,BT->NF", jnp.concatenate(pairs, axis=-1), real)
-
-
-def token_weights(received: Float[Array, "B T"], real: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """`received` up to the limit, scaled to a sum in each row of as many as are `real`; 0 where
-    they are not."""
-    median = jnp.nanmedian(jnp.where(real > 0, received, jnp.nan), axis=1, keepdims=True)
-    weight = real * jnp.fmin(received, MAX_WEIGHT * median)  # without a token, the median is NaN
-    total = jnp.maximum(weight.sum(axis=1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-    return weight * real.sum(axis=1, keepdims=True) / total
-
-
-def received_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    segment_ids: Int[Array, "B T"],
-    *,
-    window: Any = None,
-    score_cap: float | None = None,
-    mesh: Mesh | None = None,
-) -> Float[Array, "B T"]:
-    """Sum over heads and queries of the squared attention probability of each key, for rotated `q`
-    and `k` in packed causal rows; padding may get any value."""
-
-    def add(total, queries, visible, real):
-        scores = attention_scores(queries[0], k)
-        if score_cap is not None:
-            scores = score_cap * jnp.tanh(scores / score_cap)
-        scores = jnp.where(visible[:, None, None], scores, -1e30)
-        probabilities = jax.nn.softmax(scores, axis=-1) * real[:, None, None, :, None]
-        return total + jnp.square(probabilities).sum((1, 2, 3))
-
-    zero = jnp.zeros(q.shape[:2], jnp.float32)
-    return fold_queries(add, zero, (q,), segment_ids, window=window, mesh=mesh)
-
-
-def attention_scores(
-    q: Float[Array, "B C N H"], k: Float[Array, "B T K H"]
-) -> Float[Array, "B K R C T"]:
-    q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
-    scores = jnp.einsum("BCKRH,BTKH->BKRCT", q, k, preferred_element_type=jnp.float32)
-    return scores * k.shape[-1] ** -0.5
-
-
-def fold_queries(
-    add: Callable[..., Any],
-    total: Any,
-    queries: tuple[Float[Array, "B T N H"], ...],
-    segment_ids: Int[Array, "B T"],
-    *,
-    window: Any = None,
-    mesh: Mesh | None = None,
-) -> Any:
-    """`total = add(total, queries, visible, real)` for one chunk of C query positions after the
-    other: `queries` B C N H, the keys `visible` to each, bool[B, C, T], and whether it is `real`,
-    bool[B, C]. Chunks are such that one array of scores has `PROBABILITIES_PER_CHUNK` entries."""
-    rows, length, heads, _ = queries[0].shape
-    shards = dp_size(mesh) * (1 if mesh is None else mesh.shape[MODEL])
-    entries = -(-rows * heads * length // shards)  # of one query position, on a device
-    chunk = max(1, min(length, PROBABILITIES_PER_CHUNK // entries))
-    chunks = -(-length // chunk)
-    padding = chunks * chunk - length
-
-    def split(x):  # B T ... -> chunks B chunk ...
-        x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(rows, chunks, chunk, *x.shape[2:]), 1, 0)
-
-    def step(total, part):
-        queries, segments, index = part
-        position = index * chunk + jnp.arange(chunk)
-        visible = (segments[:, :, None] == segment_ids[:, None]) & (
-            position[:, None] >= jnp.arange(length)
-        )
-        if window is not None:
-            visible &= position[:, None] - jnp.arange(length) < window
-        return add(total, queries, visible, segments > 0), None
-
-    parts = (tuple(map(split, queries)), split(segment_ids), jnp.arange(chunks))
-    return jax.lax.scan(step, total, parts)[0]

@@ -17,7 +17,6 @@ from ..calibration import SLOPE_TOKENS
 from ..calibration.attenuation import score_products
 from ..calibration.maps import sum_shapes, sum_shardings
 from ..calibration.moments import (
-    PROBABILITIES_PER_CHUNK,
     add_batch,
     inputs_of_values,
     moment_shapes,
@@ -25,6 +24,7 @@ from ..calibration.moments import (
     num_inputs,
 )
 from ..calibration.solve import share_bytes
+from ..calibration.token_weights import PROBABILITIES_PER_CHUNK
 from ..cli.exit import OK
 from ..config import Config
 from ..cost import calibration_flops_by_part, kv_width, query_scale_flops_by_part

@@ -31,7 +31,7 @@ from ..cut import quarter_of_neurons
 from ..layers import norm
 from ..params import Llama, PromptMLP
 from ..sharding import all_gather_fsdp, replicated
-from .cut_kv import CutKV, Fitter, States, gather
+from .cut_kv import CutKV, Fitter, States
 from .sweep_programs import PromptLayers, boundary_states, layer_of, prompt_layer
 
 MAX_PROMPT_LAYERS = 3
@@ -39,12 +39,7 @@ MAX_PROMPT_LAYERS = 3
 
 
 def boundary_kv(
-    config: Config,
-    fitter: Fitter,
-    k: int,
-    generated: GeneratedKV,
-    states: Callable[[], Iterable[States]],
-    attention: Attention,
+    fitter: Fitter, k: int, generated: GeneratedKV, states: Callable[[], Iterable[States]]
 ) -> Iterator[tuple[int, list[CutKV]]]:
     """For M = 0, 1, ... as far as is asked for: the starts with an exact head, without and with a
     tap, at K = `k`. Beside maps run `cut.quarter_of_neurons`.
@@ -52,7 +47,7 @@ def boundary_kv(
     Each M costs three runs through `states`, of which M = 0 needs only one. Raises `ValueError` if
     they hold no token.
     """
-    llama, mesh = fitter.llama, attention.mesh
+    config, llama, attention = fitter.config, fitter.llama, fitter.attention
     with_tap = config.cut(config.num_layers - fitter.size, boundary_taps=1)
     with_tap = dataclasses.replace(with_tap, exact_head=1)
     neurons = quarter_of_neurons(config)
@@ -61,7 +56,7 @@ def boundary_kv(
         prompt = None
         if count:
             layer, at = k + count - 1, count - 1
-            fixed = with_tap, attention
+            fixed, mesh = (with_tap, attention), attention.mesh
             if neurons:
                 energy, before = zero_energy(config, mesh), _prompt(fitted, at, attention)
                 for batch, inputs, _ in states():
@@ -72,12 +67,13 @@ def boundary_kv(
                 sums = add_map(*fixed, sums, llama, batch, inputs, jnp.int32(k), before)
             solve_sums(layer, sums, fitted, at)
             prompt = _prompt(fitted, count, attention)
-        moments = gather(with_tap, llama, fitter.size, {k: 0}, states(), attention, prompt)
+        chosen = {(k, fitter.tail(generated)): 0}
+        moments = fitter.gather(with_tap, fitter.size, chosen, states(), prompt)
         students = []
         for taps in (0, 1):
             cut = config.cut(k, prompt_attention_layers=count, boundary_taps=taps)
-            chosen = moments if taps else _without_taps(with_tap, moments)
-            students.append(fitter.start(cut, generated, chosen, 0, prompt))
+            sums = moments if taps else _without_taps(with_tap, moments)
+            students.append(fitter.start(cut, generated, sums, 0, prompt))
         yield count, students
 
 

@@ -26,9 +26,11 @@ from ..batch import Batch
 from ..calibration import LayerFit
 from ..calibration.delta import fit_layers, output_metrics, own_projections, share_layers
 from ..calibration.moments import (
+    LayerQueries,
     Moments,
     add_layer,
     layer_moments,
+    layer_queries,
     moment_shapes,
     moment_shardings,
     regressors,
@@ -58,76 +60,119 @@ class CutKV(NamedTuple):
     prompt: PromptLayers | None = None
 
 
-Variants = Sequence[tuple[int, GeneratedKV]]
-"""(g, where generated tokens take their keys and values from) of the students at one K."""
+Student = tuple[int, int, GeneratedKV]
+"""K, g, and where generated tokens take their keys and values from."""
+Sums = tuple[int, int]
+"""K and the `Config.exact_tail` that moments are for."""
 
 
 def copied_kv(
     config: Config,
     llama: Llama,
-    variants: Mapping[int, Variants],
+    students: Sequence[Student],
     start: Start,
     mesh: Mesh | None,
-) -> Iterator[tuple[int, list[CutKV]]]:
-    """For each K the start of each of its students, as `initialization.init_swiftkv` makes them."""
-    size = config.num_layers - min(variants)
+) -> Iterator[tuple[Student, CutKV]]:
+    """The start of each student, as `initialization.init_swiftkv` makes it."""
+    size = config.num_layers - min(k for k, _, _ in students)
     where = _shardings(config, size, mesh)
-    for k, chosen in variants.items():
-        students = []
-        for g, _ in chosen:
-            members = np.zeros((size, config.num_layers), bool)
-            for layer in range(k, config.num_layers):
-                leader = layer - (layer - k) % g
-                members[layer - k, leader : leader + (g if start == "authors" else 1)] = True
-            stacks = {name: getattr(llama.lower_qkv, name) for name in ("k", "v")}
-            optional = ("k_bias", "v_bias", "k_norm")
-            stacks |= {name: getattr(llama.lower_qkv, name) for name in optional}
-            means = {
-                name: _means(stack, members, getattr(where, name))
-                for name, stack in stacks.items()
-                if stack is not None
-            }
-            students.append(CutKV(SwiftKV(**{"norm": None, "q": None, **means}), ()))
-        yield k, students
+    for student in students:
+        k, g, _ = student
+        members = np.zeros((size, config.num_layers), bool)
+        for layer in range(k, config.num_layers):
+            leader = layer - (layer - k) % g
+            members[layer - k, leader : leader + (g if start == "authors" else 1)] = True
+        stacks = {name: getattr(llama.lower_qkv, name) for name in ("k", "v")}
+        optional = ("k_bias", "v_bias", "k_norm")
+        stacks |= {name: getattr(llama.lower_qkv, name) for name in optional}
+        means = {
+            name: _means(stack, members, getattr(where, name))
+            for name, stack in stacks.items()
+            if stack is not None
+        }
+        yield student, CutKV(SwiftKV(**{"norm": None, "q": None, **means}), ())
 
 
 def calibrated_kv(
-    config: Config,
-    llama: Llama,
-    variants: Mapping[int, Variants],
-    states: Callable[[], Iterable[States]],
-    attention: Attention,
-    *,
-    lowest: int | None = None,
-) -> Iterator[tuple[int, list[CutKV]]]:
-    """For each K the start of each of its students in closed form, fitted to `states`. The stacks
-    have as many entries as a cut at `lowest` has upper layers, by default that of the lowest K.
+    fitter: Fitter, students: Sequence[Student], states: Callable[[], Iterable[States]]
+) -> Iterator[tuple[Student, CutKV]]:
+    """The start of each student in closed form, fitted to `states`.
 
-    Those are run through once for as many K as `plan_passes` puts together. Host memory holds the
+    States are run through once for as many K as `plan_passes` puts together. Host memory holds the
     float64 keys and values of one K's layers, and the second moments of one layer at a time. Raises
     `ValueError` if `states` hold no token.
     """
-    size = config.num_layers - (lowest or min(variants))
-    fitter = Fitter(config, llama, size, attention.mesh)
-    for entries, chosen in plan_passes(config, list(variants), attention.mesh):
-        moments = gather(config, llama, entries, chosen, states(), attention)
-        for k, entry in chosen.items():
-            yield (
-                k,
-                [
-                    fitter.start(config.cut(k, g), generated, moments, entry)
-                    for g, generated in variants[k]
-                ],
-            )
+    config, of_sums = fitter.config, dict[Sums, list[Student]]()
+    for student in students:
+        k, _, generated = student
+        of_sums.setdefault((k, fitter.tail(generated)), []).append(student)
+    for entries, chosen in plan_passes(config, list(of_sums), fitter.attention.mesh):
+        moments = fitter.gather(config, entries, chosen, states())
+        for sums, entry in chosen.items():
+            for k, g, generated in of_sums[sums]:
+                cut = config.cut(k, g)
+                yield (k, g, generated), fitter.start(cut, generated, moments, entry)
 
 
 class Fitter:
-    """Makes starts in closed form from moments."""
+    """Makes starts in closed form from the moments of one text, which it gathers."""
 
-    def __init__(self, config: Config, llama: Llama, size: int, mesh: Mesh | None):
-        self.llama, self.size, self.mesh = llama, size, mesh
+    def __init__(
+        self,
+        config: Config,
+        llama: Llama,
+        attention: Attention,
+        *,
+        lowest: int,
+        exact_tail: int,
+    ):
+        """The stacks have as many entries as a cut at `lowest` has upper layers. `exact_tail` is
+        that of students whose generated tokens keep their own keys and values."""
+        self.config, self.llama, self.attention = config, llama, attention
+        self.size, self.exact_tail = config.num_layers - lowest, exact_tail
         self.metrics = output_metrics(llama.lower.o, config.num_kv_heads)
         self.pairs = paired_dims(config)
+        self._tails = tuple(dict.fromkeys((0, exact_tail)))
+        self._queries: dict[int, LayerQueries] = {}
+        """Of each batch, which are the same for all cuts."""
+
+    def tail(self, generated: GeneratedKV) -> int:
+        return self.exact_tail if generated == "own" else 0
+
+    def gather(
+        self,
+        config: Config,
+        entries: int,
+        chosen: Mapping[Sums, int],
+        states: Iterable[States],
+        prompt: PromptLayers | None = None,
+    ) -> Moments:
+        """The moments of each of `chosen` from its entry on, in a stack of `entries`, with the taps
+        and exact head of `config`. Raises `ValueError` if `states` hold no token."""
+        moments, tokens = zero_moments(config, self.attention.mesh, entries), 0.0
+        for number, (batch, inputs, _) in enumerate(states):
+            if number not in self._queries:
+                self._queries[number] = teacher_queries(
+                    self.config, self.attention, self._tails, self.llama, batch, inputs
+                )
+            for (k, tail), entry in chosen.items():
+                moments = add_cut(
+                    config,
+                    self.attention,
+                    moments,
+                    self.llama,
+                    batch,
+                    inputs,
+                    self._queries[number],
+                    jnp.int32(self._tails.index(tail)),
+                    jnp.int32(k),
+                    jnp.int32(entry),
+                    prompt,
+                )
+            tokens += float((batch.segment_ids > 0).sum())
+        if not tokens:
+            raise ValueError("there is no token to calibrate on")
+        return dataclasses.replace(moments, tokens=jnp.float32(tokens))
 
     def start(
         self,
@@ -157,22 +202,22 @@ class Fitter:
         ]
         expanded = [(k, v) for k, v in heads]
         expanded += [kv for each in shared for kv in each.expanded()]
-        kv = _put(cut, expanded, self.size, self.llama.embed.dtype, self.mesh)
+        kv = _put(cut, expanded, self.size, self.llama.embed.dtype, self.attention.mesh)
         if qkv.k_norm is not None:  # then without groups
             norms = np.zeros((self.size, cut.num_layers), bool)
             upper = cut.num_upper_layers
             norms[:upper, cut.num_lower_layers :] = np.eye(upper, dtype=bool)
-            where = _shardings(cut, self.size, self.mesh).k_norm
+            where = _shardings(cut, self.size, self.attention.mesh).k_norm
             kv = dataclasses.replace(kv, k_norm=_means(qkv.k_norm, norms, where))
         return CutKV(kv, tuple(fit for each in fits for fit in each), prompt)
 
 
 def plan_passes(
-    config: Config, lower: Sequence[int], mesh: Mesh | None
-) -> Iterator[tuple[int, dict[int, int]]]:
-    """How the moments of every K in `lower` are gathered in stacks of at most `MOMENTS_BYTES` on
-    each device, or of one K: for each pass over the data the entries of the stack, the same in
-    all, and the first entry of each K."""
+    config: Config, wanted: Sequence[Sums], mesh: Mesh | None
+) -> Iterator[tuple[int, dict[Sums, int]]]:
+    """How the moments `wanted` are gathered in stacks of at most `MOMENTS_BYTES` on each device, or
+    of one K: for each pass over the data the entries of the stack, the same in all, and the first
+    entry of each."""
     one = moment_shapes(config, 1)
     if mesh is None:
         parts = [leaf.shape for leaf in jax.tree.leaves(one)]
@@ -184,38 +229,41 @@ def plan_passes(
         )
         parts = jax.tree.leaves(placed, is_leaf=lambda leaf: isinstance(leaf, tuple))
     layer_bytes = 4 * sum(map(math.prod, parts))
-    upper = [config.num_layers - k for k in lower]
+    upper = [config.num_layers - k for k, _ in wanted]
     entries = max(max(upper), min(sum(upper), MOMENTS_BYTES // layer_bytes))
     chosen, used = {}, 0
-    for k, layers in zip(lower, upper, strict=True):
+    for sums, layers in zip(wanted, upper, strict=True):
         if used + layers > entries:
             yield entries, chosen
             chosen, used = {}, 0
-        chosen[k] = used
+        chosen[sums] = used
         used += layers
     yield entries, chosen
 
 
-def gather(
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def teacher_queries(
     config: Config,
-    llama: Llama,
-    entries: int,
-    chosen: Mapping[int, int],
-    states: Iterable[States],
     attention: Attention,
-    prompt: PromptLayers | None = None,
-) -> Moments:
-    """The moments of each K of `chosen` from its entry on, in a stack of `entries`. Raises
-    `ValueError` if `states` hold no token."""
-    moments, tokens = zero_moments(config, attention.mesh, entries), 0.0
-    for batch, inputs, _ in states:
-        for k, entry in chosen.items():
-            at = jnp.int32(k), jnp.int32(entry)
-            moments = add_cut(config, attention, moments, llama, batch, inputs, *at, prompt)
-        tokens += float((batch.segment_ids > 0).sum())
-    if not tokens:
-        raise ValueError("there is no token to calibrate on")
-    return dataclasses.replace(moments, tokens=jnp.float32(tokens))
+    tails: tuple[int, ...],
+    llama: Llama,
+    batch: Batch,
+    inputs: Float[Array, "L B T D"],
+) -> LayerQueries:
+    """The queries of all layers, stacked, for students with each of `tails`."""
+    config = config.at_length(batch.tokens.shape[1])
+    mesh, tables = attention.mesh, rope_tables(config, batch.positions)
+    kinds, kind_of = scanned_kinds(config, tables, range(config.num_layers))
+
+    def of_layer(_, layer):
+        x, *weights, kind = layer
+        block, qkv = (all_gather_fsdp(mesh, part, layer=True) for part in weights)
+        segment_ids = batch.segment_ids
+        return None, layer_queries(
+            config, block, qkv, x, kind_of(kind), segment_ids, tails=tails, mesh=mesh
+        )
+
+    return jax.lax.scan(of_layer, None, (inputs, llama.lower, llama.lower_qkv, kinds))[1]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
@@ -226,31 +274,41 @@ def add_cut(
     llama: Llama,
     batch: Batch,
     inputs: Float[Array, "L B T D"],
+    queries: LayerQueries,
+    tail: Int[Array, ""],
     first_upper: Int[Array, ""],
     entry: Int[Array, ""],
     prompt: PromptLayers | None = None,
 ) -> Moments:
     """`moments` with those of one more batch for the upper layers of one cut that follow its prompt
-    layers, from `entry` on; not the number of tokens. With the taps of `config`."""
-    length_config = config.at_length(batch.tokens.shape[1])
-    mesh, tables = attention.mesh, rope_tables(length_config, batch.positions)
-    kinds, kind_of = scanned_kinds(length_config, tables, range(config.num_layers))
+    layers, from `entry` on; not the number of tokens. With the taps and the exact head of `config`,
+    and the tail of that number among those of `queries`, which are all layers'."""
+    mesh = attention.mesh
     x, first = layer_of(inputs, first_upper), first_upper
     if prompt is not None:
         states = boundary_states(config, attention, llama, batch, inputs, first_upper, prompt)
         x, first = layer_of(states, prompt.number), first_upper + prompt.number
     norm = layer_of(llama.lower.attn_norm, first)
-    s = regressors(length_config, x, norm, batch.segment_ids)
+    s = regressors(config, x, norm, batch.segment_ids)
 
     def step(index, moments):
         block, qkv = (
             all_gather_fsdp(mesh, layer_of(stack, index), layer=True)
             for stack in (llama.lower, llama.lower_qkv)
         )
-        x = layer_of(inputs, index)
-        kind = kind_of(layer_of(kinds, index))
-        added = layer_moments(length_config, block, qkv, x, s, kind, batch.segment_ids, mesh=mesh)
-        return add_layer(length_config, mesh, moments, added, entry + index - first)
+        found = layer_of(queries, index)
+        added = layer_moments(
+            config,
+            block,
+            qkv,
+            layer_of(inputs, index),
+            s,
+            batch.segment_ids,
+            layer_of(found.received, tail),
+            layer_of(found.counted, tail),
+            found.energy,
+        )
+        return add_layer(config, mesh, moments, added, entry + index - first)
 
     return jax.lax.fori_loop(first, config.num_layers, step, moments)
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from ..attention import Attention
 from ..batch import Batch
-from ..calibration.moments import attention_scores
+from ..calibration.token_weights import attention_scores
 from ..config import Config
 from ..decoder_layers import self_layer
 from ..layers import embed

@@ -23,16 +23,16 @@ import numpy as np
 from ..attention import Attention
 from ..batch import Batch
 from ..cache import bytes_per_token
-from ..calibration import LayerFit, check_groups, warn_of_few_tokens
+from ..calibration import check_groups, warn_of_few_tokens
 from ..config import Config, GeneratedKV
 from ..cost import prefill_flops
-from ..cut import quarter_of_neurons
+from ..cut import CUT_FIELDS, quarter_of_neurons
 from ..errors import ConfigError
 from ..mesh import dp_size
 from ..params import Llama
 from ..sharding import to_host
 from .cut_boundary import boundary_kv
-from .cut_kv import CutKV, Fitter, States, Variants, calibrated_kv, copied_kv
+from .cut_kv import CutKV, Fitter, States, Student, calibrated_kv, copied_kv
 from .far_tokens import only_far
 from .heads import LayerHeads, head_scores
 from .progress import track
@@ -79,9 +79,20 @@ class CutResult:
     kv_bytes_per_token: int
     kv_bytes_share: float
     """Bytes of the KV cache as a share of the teacher's."""
-    layers: list[LayerFit]
-    """How well each upper layer's keys and values follow from the boundary state, for a start in
-    closed form; not those of prompt attention layers, which are exact."""
+    layers: list[LayerR2]
+    """Of the upper layers that read projected keys and values, for a start in closed form."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerR2:
+    """Share of the variance of an upper layer's keys (with their norm, before they rotate) and
+    values that the student's have, up to a factor for each head; averaged over key/value heads. Of
+    the measured text without the first token of each document: attention sinks, whose states may
+    be a hundred times as long as others."""
+
+    layer: int
+    r2_k: float
+    r2_v: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,24 +169,22 @@ class Sweep:
         self.tokens = int(sum(mask.sum() for mask in self._masks))
         self.far_tokens = int(sum(mask.sum() for mask in self._far_masks))
 
-    def starts(self, variants: dict[int, Variants]) -> Iterator[tuple[int, list[CutKV]]]:
-        """For each K the starts of its students."""
+    def starts(self, students: Sequence[Student]) -> Iterator[tuple[Student, CutKV]]:
+        """The start of each student, in any order."""
         if self.init != "closed-form":
             mesh = self.attention.mesh
-            return copied_kv(self.config, self.llama, variants, self.init, mesh)
-        arguments = self.config, self.llama, variants, self._calibration, self.attention
-        return calibrated_kv(*arguments, lowest=self.lowest)
+            return copied_kv(self.config, self.llama, students, self.init, mesh)
+        return calibrated_kv(self._fitter, students, self._calibration)
 
     @functools.cached_property
     def _fitter(self) -> Fitter:
-        size = self.config.num_layers - self.lowest
-        return Fitter(self.config, self.llama, size, self.attention.mesh)
+        arguments = self.config, self.llama, self.attention
+        return Fitter(*arguments, lowest=self.lowest, exact_tail=self.exact_tail)
 
     def improved_starts(self, k: int, generated: GeneratedKV) -> Iterator[tuple[int, list[CutKV]]]:
         """For M = 0, 1, ... the starts with an exact head, without and with a tap, see
         `cut_boundary.boundary_kv`."""
-        states = self._calibration
-        return boundary_kv(self.config, self._fitter, k, generated, states, self.attention)
+        return boundary_kv(self._fitter, k, generated, self._calibration)
 
     def at(
         self,
@@ -206,7 +215,7 @@ class Sweep:
 
     def measure(self, cut: Config, start: CutKV) -> CutResult:
         """Run the student from `start`, made for `cut`, over the measured text."""
-        own_from, parts, counts = None, [], []
+        own_from, parts, counts, explained = None, [], [], []
         # One program for every K: of the cut, it sees only whether there is a head.
         config = dataclasses.replace(self.config.cut(self.lowest), exact_head=cut.exact_head)
         for (batch, inputs, last), far, mask, far_mask in zip(
@@ -219,7 +228,7 @@ class Sweep:
                 placed = jax.device_put(mask, batch.loss_mask.sharding)
                 batch = dataclasses.replace(batch, loss_mask=placed)
             first, arguments = jnp.int32(cut.num_lower_layers), (batch, far, inputs, last)
-            sums = cut_sums(
+            sums, of_layers = cut_sums(
                 config,
                 self.attention,
                 own_from,
@@ -230,12 +239,16 @@ class Sweep:
                 start.prompt,
             )
             parts.append(to_host(sums).astype(np.float64))
+            explained.append([to_host(leaf).astype(np.float64) for leaf in of_layers])
             counts.append((mask.sum(1), far_mask.sum(1)))
         sums = np.concatenate(parts, 1)
         counted, of_far = (np.concatenate(each) for each in zip(*counts, strict=True))
-        return self._result(cut, start, sums, counted, of_far)
+        layers = []
+        if start.layers:
+            layers = _explained(cut, *map(sum, zip(*explained, strict=True)))
+        return self._result(cut, layers, sums, counted, of_far)
 
-    def _result(self, cut: Config, start: CutKV, sums, counted, far) -> CutResult:
+    def _result(self, cut: Config, layers: list[LayerR2], sums, counted, far) -> CutResult:
         tokens = counted.sum()
         kl, agreement, teacher, student, _ = sums.sum(1) / max(tokens, 1)
         lost, lost_error = _mean(sums[3] - sums[2], counted)
@@ -243,14 +256,7 @@ class Sweep:
         dtype = self.llama.embed.dtype
         kv_bytes = bytes_per_token(cut, dtype)
         return CutResult(
-            num_key_value_layers=cut.num_key_value_layers,
-            key_value_group_size=cut.key_value_group_size,
-            prompt_attention_layers=cut.prompt_attention_layers,
-            prompt_mlp_neurons=cut.prompt_mlp_neurons,
-            boundary_taps=cut.boundary_taps,
-            exact_head=cut.exact_head,
-            generated_kv=cut.generated_kv,
-            exact_tail=cut.exact_tail,
+            **{name: getattr(cut, name) for name in CUT_FIELDS},
             tokens=int(tokens),
             kl=max(float(kl), 0.0),  # K = L-1 changes nothing: rounding may then fall below 0
             agreement=float(agreement),
@@ -263,7 +269,7 @@ class Sweep:
             prefill_flops_share=self.cost(cut),
             kv_bytes_per_token=kv_bytes,
             kv_bytes_share=kv_bytes / bytes_per_token(cut, dtype, swiftkv=False),
-            layers=list(start.layers),
+            layers=layers,
         )
 
     def similarity(self) -> list[list[float]]:
@@ -344,20 +350,15 @@ def analyze_cuts(
     return sweep.summary(measure_all(sweep, [(k, g, boundary) for k, g in cuts]))
 
 
-def measure_all(sweep: Sweep, cuts: Iterable[tuple[int, int, GeneratedKV]]) -> list[CutResult]:
-    """Measurements of cuts without prompt layers and taps: (K, g, generated_kv), sorted by K."""
-    variants: dict[int, Variants] = {
-        k: [(g, generated) for _, g, generated in found]
-        for k, found in itertools.groupby(cuts, lambda cut: cut[0])
-    }
-    results = []
-    if not variants:
-        return results
-    for number, (k, students) in enumerate(sweep.starts(variants), start=1):
-        for (g, generated), start in zip(variants[k], students, strict=True):
-            results.append(sweep.measure(sweep.at(k, g, generated), start))
-        logger.info("K=%d measured, %d of %d", k, number, len(variants))
-    return results
+def measure_all(sweep: Sweep, students: Sequence[Student]) -> list[CutResult]:
+    """Measurements of students without prompt layers and taps, in their order."""
+    if not students:
+        return []
+    results = {}
+    for student, start in sweep.starts(students):
+        results[student] = sweep.measure(sweep.at(*student), start)
+        logger.info("K=%d measured, %d of %d students", student[0], len(results), len(students))
+    return [results[student] for student in students]
 
 
 def _after_prompt(batch: Batch, half: int, own_from: int) -> np.ndarray:
@@ -365,6 +366,19 @@ def _after_prompt(batch: Batch, half: int, own_from: int) -> np.ndarray:
     at = np.arange(batch.tokens.shape[1])
     began = at - to_host(batch.positions)
     return ((at >= half - 1) & (began < own_from)).astype(np.float32)
+
+
+def _explained(config: Config, means, products, tokens) -> list[LayerR2]:
+    """R2 of the projected layers from sums as in `Explained`."""
+    y, ours = means  # L P K H
+    own, fitted, both = products - np.stack([y * y, ours * ours, y * ours]).sum(-1) / tokens
+    square = np.square(np.maximum(both, 0))
+    # keys and values that are constant have nothing to explain
+    r2 = np.divide(square, own * fitted, out=np.ones_like(own), where=own * fitted > 0).mean(-1)
+    return [
+        LayerR2(layer, *np.minimum(r2[layer], 1.0).tolist())
+        for layer in range(config.first_projected_layer, config.num_layers)
+    ]
 
 
 def _mean(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:

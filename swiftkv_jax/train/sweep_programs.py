@@ -21,7 +21,7 @@ from ..decoder_layers import attention_layer, cross_layer, kv_projections, self_
 from ..layers import embed, finish_logits, head_weights, norm
 from ..packed_attention import head_major, packed_attention, packed_reader
 from ..params import Llama, PromptMLP, SwiftKV
-from ..rope import rope_tables, scanned_kinds
+from ..rope import apply_rope, rope_tables, scanned_kinds
 from ..sharding import (
     all_gather_fsdp,
     all_gather_vocabulary,
@@ -39,6 +39,17 @@ class PromptLayers(NamedTuple):
     """Stacks of what stands in for their MLPs, with at least as many entries."""
     number: Int[Array, ""]
     """M."""
+
+
+class Explained(NamedTuple):
+    """Sums over tokens of the keys y (before they rotate) and values that the teacher computes in
+    each layer, and of those that a student reads, ŷ. Letters as in `params`; P keys and values."""
+
+    means: Float[Array, "2 L P K H"]
+    """y, ŷ"""
+    products: Float[Array, "3 L P K"]
+    """|y|^2, |ŷ|^2, y . ŷ"""
+    tokens: Float[Array, ""]
 
 
 def layer_of(stack: Any, index) -> Any:
@@ -155,7 +166,7 @@ def cut_sums(
     first_upper: Int[Array, ""],
     kv: SwiftKV,
     prompt: PromptLayers | None = None,
-) -> Float[Array, "5 B"]:
+) -> tuple[Float[Array, "5 B"], Explained]:
     """For each row the sums over its predictions of KL(teacher || student), of where both rank the
     same token first, and of the cross-entropies of teacher and student; and the nats that the
     student loses on the predictions that `far` leaves.
@@ -163,13 +174,15 @@ def cut_sums(
     The teacher is `last`. The upper layers' keys and values of the student are projected by the
     entries of `kv` in turn. From position `own_from` on tokens keep their own; what comes before
     is then a prompt, whose predictions do not count and are not computed. None: no token does, but
-    an exact head, where `config` has one.
+    an exact head, where `config` has one. `Explained` is of all tokens but the first of each text.
     """
     config = config.at_length(batch.tokens.shape[1])
     mesh, tables = attention.mesh, rope_tables(config, batch.positions)
     kinds, kind_of = scanned_kinds(config, tables, range(config.num_layers))
     first, segment_ids = own_from or 0, batch.segment_ids
-    is_first = first_tokens(segment_ids)[:, None, :, None]
+    is_first = first_tokens(segment_ids)
+    counted = ((segment_ids > 0) & ~is_first).astype(jnp.float32)
+    is_first = is_first[..., None, None]
     states = layer_of(inputs, first_upper)[None]
     if prompt is not None:
         states = boundary_states(config, attention, llama, batch, inputs, first_upper, prompt)
@@ -177,7 +190,8 @@ def cut_sums(
     def padded(q):
         return jnp.pad(q, ((0, 0), (first, 0), (0, 0), (0, 0))) if first else q
 
-    def run_layer(index, x):
+    def run_layer(index, carry):
+        x, explained = carry
         block, qkv, own = (
             all_gather_fsdp(mesh, layer_of(stack, at), layer=True)
             for stack, at in (
@@ -192,19 +206,18 @@ def cut_sums(
             norm=layer_of(llama.lower.attn_norm, first_upper + at),
         )
         rope, window = kind_of(layer_of(kinds, index))
-        k, v = (
-            heads[0] for heads in project_kv(config, delta, layer_of(states, at), rope, segment_ids)
-        )
+        projected = project_kv(config, delta, layer_of(states, at), None, segment_ids)
+        k, v = (heads[0].transpose(0, 2, 1, 3) for heads in projected)
+        h = norm(config, layer_of(inputs, index), block.attn_norm)
+        exact = kv_projections(config, qkv, h, None)
+        explained = _add_explained(explained, index, exact, (k, v), counted)
         if config.exact_head:
-            h = norm(config, layer_of(inputs, index), block.attn_norm)
-            k, v = (
-                jnp.where(is_first, head_major(mine), shared)
-                for mine, shared in zip(kv_projections(config, qkv, h, rope), (k, v), strict=True)
-            )
+            k, v = (jnp.where(is_first, *both) for both in zip(exact, (k, v), strict=True))
+        k, v = head_major(apply_rope(k, rope)), head_major(v)
         read = packed_reader(config, attention, segment_ids, window)
         if own_from is None:
             x = cross_layer(config, block, qkv, x, rope, lambda q: read(q, k, v), attention)
-            return constrain_activations(mesh, x)
+            return constrain_activations(mesh, x), explained
 
         def attend(q, own_k, own_v):
             merged = (
@@ -215,15 +228,41 @@ def cut_sums(
 
         rope = None if rope is None else rope[:, :, first:]
         x, _ = self_layer(config, block, qkv, x, rope, attend, attention)
-        return constrain_activations(mesh, x)
+        return constrain_activations(mesh, x), explained
 
-    student = jax.lax.fori_loop(
-        first_upper, config.num_layers, run_layer, layer_of(inputs, first_upper)[:, first:]
+    heads = config.num_layers, 2, config.num_kv_heads
+    nothing = Explained(
+        jnp.zeros((2, *heads, config.head_dim)), jnp.zeros((3, *heads)), counted.sum()
     )
+    start = layer_of(inputs, first_upper)[:, first:], nothing
+    student, explained = jax.lax.fori_loop(first_upper, config.num_layers, run_layer, start)
     targets = jnp.roll(batch.tokens, -1, axis=1)
     masks = jnp.stack([batch.loss_mask, far], -1)
     parts = (student, last[:, first:], targets[:, first:], masks[:, first:])
-    return _row_sums(config, mesh, llama, *parts)
+    sums = _row_sums(config, mesh, llama, *parts), explained
+    return sums if mesh is None else jax.lax.with_sharding_constraint(sums, replicated(mesh))
+
+
+def _add_explained(
+    explained: Explained,
+    index: Int[Array, ""],
+    exact: tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]],
+    projected: tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]],
+    counted: Float[Array, "B T"],
+) -> Explained:
+    """`explained` with the sums of layer `index`."""
+    y, ours = (jnp.stack(heads).astype(jnp.float32) for heads in (exact, projected))  # P B T K H
+    means = jnp.stack([jnp.einsum("PBTKH,BT->PKH", x, counted) for x in (y, ours)])
+    products = jnp.stack(
+        [
+            jnp.einsum("PBTKH,PBTKH,BT->PK", a, b, counted)
+            for a, b in ((y, y), (ours, ours), (y, ours))
+        ]
+    )
+    return explained._replace(
+        means=explained.means.at[:, index].set(means),
+        products=explained.products.at[:, index].set(products),
+    )
 
 
 def _row_sums(
@@ -257,5 +296,4 @@ def _row_sums(
         return sums + jnp.concatenate(found).sum(-1), None
 
     split = [split_chunks(x, chunk) for x in (student_x, teacher_x, targets, masks)]
-    sums, _ = jax.lax.scan(step, jnp.zeros((5, rows), jnp.float32), tuple(split))
-    return sums if mesh is None else jax.lax.with_sharding_constraint(sums, replicated(mesh))
+    return jax.lax.scan(step, jnp.zeros((5, rows), jnp.float32), tuple(split))[0]

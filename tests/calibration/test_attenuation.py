@@ -11,7 +11,7 @@ import pytest
 import swiftkv_jax as skv
 from swiftkv_jax.attention import Attention
 from swiftkv_jax.batch import unpacked_batch
-from swiftkv_jax.calibration import attenuation, moments
+from swiftkv_jax.calibration import attenuation, token_weights
 from swiftkv_jax.model import Model
 from tests import tiny
 
@@ -23,7 +23,7 @@ TOKENS = np.random.default_rng(7).integers(0, 61, (12, 40)).astype(np.int32)
 @pytest.mark.parametrize("window", [None, 3])
 def test_the_sums(chunk, window, monkeypatch):
     """One query and head at a time, in float64; padding counts for nothing."""
-    monkeypatch.setattr(moments, "PROBABILITIES_PER_CHUNK", chunk)
+    monkeypatch.setattr(token_weights, "PROBABILITIES_PER_CHUNK", chunk)
     rng = np.random.default_rng(0)
     q, k = (rng.normal(size=(2, 2, 7, heads, 4)).astype(np.float32) for heads in (4, 2))
     segments = np.array([[1, 1, 1, 2, 2, 2, 2], [1, 1, 1, 1, 1, 0, 0]])

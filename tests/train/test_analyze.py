@@ -1,12 +1,14 @@
-"""The analysis of cuts: equal to building each student and running it, in four programs."""
+"""The analysis of cuts: equal to building each student and running it, in five programs."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from swiftkv_jax import Config, LayerKind, Model, Rope, add_swiftkv
 from swiftkv_jax.attention import Attention
@@ -59,6 +61,7 @@ PROGRAMS: tuple[Any, ...] = (
     sweep_programs.teacher_states,
     sweep_programs.cosine_sums,
     sweep_programs.cut_sums,
+    cut_kv.teacher_queries,
     cut_kv.add_cut,
 )
 direct_sums: Any = jax.jit(distill_sums, static_argnums=0, static_argnames="objective")
@@ -110,8 +113,8 @@ def test_possible_cuts():
     assert "layers 2 to 3 would share rotated keys" in reasons[2]
 
 
-def test_all_cuts_take_four_programs(analysis):
-    assert [program._cache_size() for program in PROGRAMS] == [1, 1, 1, 1]
+def test_all_cuts_take_five_programs(analysis):
+    assert [program._cache_size() for program in PROGRAMS] == [1, 1, 1, 1, 1]
 
 
 @pytest.mark.long
@@ -181,9 +184,48 @@ def test_a_cut_equals_its_student(k, g, init, copies):
     assert 3 < analysis.far_tokens == of_far.targets < expected.targets / 4
     lost = (of_far.student_nll - of_far.teacher_nll) / of_far.targets
     np.testing.assert_allclose(cut.far_nats, lost, rtol=1e-3, atol=1e-5)
-    assert [fit.layer for fit in cut.layers] == [fit.layer for fit in layers]
-    ours, theirs = ([dataclasses.astuple(fit) for fit in fits] for fits in (cut.layers, layers))
-    np.testing.assert_allclose(ours, theirs, rtol=1e-4)
+    assert [each.layer for each in cut.layers] == [fit.layer for fit in layers]
+
+
+def test_r2_is_of_the_variance_that_keys_and_values_follow(analysis):
+    """Squared correlations of each head's entries, of all tokens but first ones."""
+    config, llama, delta, _ = student_of(3, 1, "closed-form")
+    parts = []
+    for batch in BATCHES:
+        inputs, _ = sweep_programs.teacher_states(CONFIG, Attention(), LLAMA, batch)
+        segments = np.asarray(batch.segment_ids)
+        counted = (segments > 0) & (np.asarray(batch.positions) > 0)
+
+        def normed(layer, inputs=inputs):
+            x = np.asarray(inputs[layer], np.float64)
+            scale = np.asarray(LLAMA.lower.attn_norm[layer])
+            return x / np.sqrt(np.square(x).mean(-1, keepdims=True) + CONFIG.norm_eps) * scale
+
+        layers = []
+        for index, layer in enumerate(range(3, 6)):
+            own = LLAMA.lower_qkv
+            pairs = [
+                (own.k[layer], own.k_bias[layer], delta.k[index], delta.k_bias[index]),
+                (own.v[layer], own.v_bias[layer], delta.v[index], delta.v_bias[index]),
+            ]
+            layers.append(
+                [
+                    [
+                        np.einsum("BTD,KHD->BTKH", s, np.asarray(w, np.float64)) + np.asarray(b)
+                        for s, w, b in ((normed(layer), *pair[:2]), (normed(3), *pair[2:]))
+                    ]
+                    for pair in pairs
+                ]
+            )
+        parts.append(np.array(layers)[:, :, :, counted])  # U P 2 n K H
+    y, ours = np.moveaxis(np.concatenate(parts, 3), 2, 0)  # U P n K H
+    y, ours = (x - x.mean(2, keepdims=True) for x in (y, ours))
+    both, one, other = ((a * b).sum((2, 4)) for a, b in ((y, ours), (y, y), (ours, ours)))
+    expected = (both**2 / one / other).mean(-1)  # U P
+    found = analysis.cuts[CUTS.index((3, 1))].layers
+    assert [each.layer for each in found] == [3, 4, 5]
+    np.testing.assert_allclose([[each.r2_k, each.r2_v] for each in found], expected, rtol=1e-3)
+    assert 0.1 < expected[1:].min() and expected[1:].max() < 0.95 and expected[0].min() > 0.999
 
 
 def test_only_the_closed_form_counts_calibration_tokens(copies):
@@ -191,12 +233,20 @@ def test_only_the_closed_form_counts_calibration_tokens(copies):
     assert counted == {"authors": 0, "leader": 0, "closed-form": len(OTHERS) * 4 * 13}
 
 
+def planned(lower: Sequence[int], mesh: Mesh | None = None) -> list[tuple[int, dict[int, int]]]:
+    passes = plan_passes(CONFIG, [(k, 0) for k in lower], mesh)
+    return [(entries, {k: at for (k, _), at in chosen.items()}) for entries, chosen in passes]
+
+
 def test_passes_over_the_calibration_tokens_change_nothing(analysis, monkeypatch):
     """Room for the moments of one K: as many passes as there are K, all with stacks of one size."""
     monkeypatch.setattr(cut_kv, "MOMENTS_BYTES", 1)
-    lower = sorted({k for k, _ in CUTS})
-    passes = list(plan_passes(CONFIG, lower, None))
-    assert passes == [(5, {1: 0}), (5, {2: 0}), (5, {3: 0, 4: 3}), (5, {5: 0})]
+    assert planned(sorted({k for k, _ in CUTS})) == [
+        (5, {1: 0}),
+        (5, {2: 0}),
+        (5, {3: 0, 4: 3}),
+        (5, {5: 0}),
+    ]
     np.testing.assert_allclose(
         [cut.kl for cut in analyzed().cuts], [cut.kl for cut in analysis.cuts], rtol=1e-3, atol=1e-6
     )
@@ -208,10 +258,10 @@ def test_moments_stay_within_their_bytes(monkeypatch):
         leaves = jax.tree.leaves(zero_moments(CONFIG, mesh, 1))
         layer = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
         monkeypatch.setattr(cut_kv, "MOMENTS_BYTES", 7 * layer)
-        passes = list(plan_passes(CONFIG, [1, 2, 3, 4, 5], mesh))
+        passes = planned([1, 2, 3, 4, 5], mesh)
         assert passes == [(7, {1: 0}), (7, {2: 0, 3: 4}), (7, {4: 0, 5: 2})]
         monkeypatch.setattr(cut_kv, "MOMENTS_BYTES", 2**33)
-        assert list(plan_passes(CONFIG, [1, 5], mesh)) == [(6, {1: 0, 5: 5})]
+        assert planned([1, 5], mesh) == [(6, {1: 0, 5: 5})]
 
 
 def test_without_a_token_to_calibrate_on():

@@ -58,6 +58,18 @@ def own_batch(batch: Batch) -> Batch:
     return dataclasses.replace(batch, own=own, loss_mask=np.asarray(batch.loss_mask) * counted)
 
 
+def test_students_at_one_cut_have_the_weights_of_their_serving(sweep):
+    """Those with a tail are fitted to what queries behind it read."""
+    fits = {}
+    for (k, g, generated), start in sweep.starts([(3, 1, "boundary"), (3, 1, "own")]):
+        _, fit = student(sweep.at(k, g, generated))
+        fits[generated] = [dataclasses.astuple(layer) for layer in start.layers]
+        expected = [dataclasses.astuple(layer) for layer in fit.layers]
+        np.testing.assert_allclose(fits[generated], expected, rtol=1e-3)
+        np.testing.assert_allclose(start.kv.k[:3], fit.delta.k, rtol=1e-2, atol=1e-4)
+    assert np.abs(np.subtract(fits["boundary"], fits["own"]))[1:, 1:3].min() > 1e-3
+
+
 @pytest.mark.parametrize("generated", ["boundary", "own"])
 def test_a_student_equals_that_of_calibration(generated, sweep):
     compare = jax.jit(distill_sums, static_argnums=0, static_argnames="objective")
