@@ -301,7 +301,7 @@ def analysis(path: Path, data: str = "analysis.json") -> None:
     """`swiftkv train analyze` of the demo model, or of another with another data file."""
     from swiftkv_jax.calibration import LayerFit
     from swiftkv_jax.train.plots import draw_analysis
-    from swiftkv_jax.train.sweep import Analysis, CutResult
+    from swiftkv_jax.train.sweep import Analysis, CutResult, LayerR2
 
     found = json.loads((DATA / data).read_text(encoding="utf-8"))
     teacher = found["teacher_perplexity"]
@@ -320,8 +320,9 @@ def analysis(path: Path, data: str = "analysis.json") -> None:
     cuts = []
     for cut in found["cuts"]:
         lost = {"perplexity_loss": cut["student_perplexity"] / teacher - 1}
-        layers = {"layers": [LayerFit(**layer) for layer in cut["layers"]]}
-        cuts.append(CutResult(**(older | lost | cut | layers)))
+        fits = [LayerFit(**layer) for layer in cut["layers"]]
+        lost["r2"] = [LayerR2(fit.layer, fit.r2_k, fit.r2_v) for fit in fits]
+        cuts.append(CutResult(**(older | lost | cut | {"layers": fits})))
     names = {field.name for field in dataclasses.fields(Analysis)} - {"cuts", "heads"}
     draw_analysis(Analysis(**{name: found[name] for name in names}, cuts=cuts, heads=[]), path)
 

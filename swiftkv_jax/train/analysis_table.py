@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 
 from ..calibration import LayerFit
 from .cut_search import dips
 from .far_tokens import FAR_NATS, MAX_FAR_LOSS, MIN_FAR_TOKENS, far_cell, loses_too_much
 from .heads import cut_off, describe_heads
+from .recommendation import Budget, Recommendation, as_counted
 from .sweep import Analysis, CutResult
 
+UNIFORM = {"g": "1", "M": "0", "neurons": "0", "taps": "0", "head": "0", "KV cache": "100.0%"}
+"""Cells of columns that are left out where all students have them."""
+WIDTH = 120
+"""Characters of a line of R2 by layer."""
 
-def table(analysis: Analysis, num_layers: int) -> str:
+
+def table(
+    analysis: Analysis, num_layers: int, budget: Budget, recommendation: Recommendation | None
+) -> str:
     """One line per student, sorted by K, then g; below it notes on far tokens, keys and heads."""
     far = analysis.far_tokens
     columns: dict[str, Callable[[CutResult], str]] = {
@@ -31,12 +40,14 @@ def table(analysis: Analysis, num_layers: int) -> str:
         "KV bytes/token": lambda cut: f"{cut.kv_bytes_per_token:,}",
         "KV cache": lambda cut: f"{cut.kv_bytes_share:.1%}",
     }
-    for name in ("M", "neurons", "taps", "head"):
-        if not any(columns[name](cut) != "0" for cut in analysis.cuts):
+    for name, cell in UNIFORM.items():
+        if all(columns[name](cut) == cell for cut in analysis.cuts):
             del columns[name]
     if analysis.calibration_tokens:
         columns["R2 of K (layer)"] = lambda cut: _smallest(cut, "r2_k")
         columns["R2 of V (layer)"] = lambda cut: _smallest(cut, "r2_v")
+    if recommendation is not None:
+        columns["budget"] = lambda cut: _verdict(cut, far, budget, recommendation)
     rows = [[cell(cut) for cell in columns.values()] for cut in analysis.cuts]
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     lines = [
@@ -45,8 +56,21 @@ def table(analysis: Analysis, num_layers: int) -> str:
     ]
     title = f"undistilled students, {_describe_init(analysis)}, on {analysis.tokens:,} predicted"
     title += f" tokens; teacher's perplexity {analysis.teacher_perplexity:,.2f}"
-    notes = [_describe_far(analysis), *describe_dips(analysis), describe_heads(analysis.heads)]
+    notes = [
+        _describe_far(analysis),
+        *describe_keys(analysis, recommendation),
+        *describe_dips(analysis),
+        describe_heads(analysis.heads),
+    ]
     return "\n".join([title, lines[0], "-" * len(lines[0]), *lines[1:], *notes])
+
+
+def _verdict(
+    cut: CutResult, far_tokens: int, budget: Budget, recommendation: Recommendation
+) -> str:
+    if recommendation.is_of(cut):
+        return "recommended" if recommendation.within_budget else "nearest"
+    return "within" if budget.holds(as_counted(cut, far_tokens)) else "over"
 
 
 def _generated(cut: CutResult) -> str:
@@ -62,7 +86,7 @@ def _far(far_tokens: int, cut: CutResult) -> str:
 
 def _smallest(cut: CutResult, name: str) -> str:
     """The smallest R2 of all layers, and which one has it."""
-    worst = min(cut.layers, key=lambda layer: getattr(layer, name))
+    worst = min(cut.r2, key=lambda layer: getattr(layer, name))
     return f"{getattr(worst, name):.3f} ({worst.layer})"
 
 
@@ -80,6 +104,27 @@ def _describe_far(analysis: Analysis) -> str:
     return text
 
 
+def describe_keys(analysis: Analysis, recommendation: Recommendation | None) -> list[str]:
+    """R2 of the keys of every layer, for the first student of each K and the recommended one."""
+    lines = []
+    for k, cuts in _by_k(analysis.cuts).items():
+        recommended = [cut for cut in cuts[1:] if recommendation and recommendation.is_of(cut)]
+        for cut in (cuts[0], *recommended):
+            name = f"K={k}" + f" with {_improved(cut)}" * (cut is not cuts[0])
+            least = min(cut.r2, key=lambda layer: layer.r2_k)
+            values = "  ".join(
+                f"{layer.layer}:{layer.r2_k:.2f}" + "*" * (layer is least) for layer in cut.r2
+            )
+            lines += textwrap.wrap(f"{name}  {values}", WIDTH, subsequent_indent="    ")
+    if lines:
+        lines.insert(
+            0,
+            "R2 of keys, layer by layer: explained share of their variance, first tokens of "
+            "documents left out; *: the smallest",
+        )
+    return lines
+
+
 def describe_dips(analysis: Analysis) -> list[str]:
     """For each K whose keys dip the layers, their R2 as it is and as the measured students with an
     exact head have it; and whether previous-token heads are cut off."""
@@ -88,7 +133,8 @@ def describe_dips(analysis: Analysis) -> list[str]:
         base = cuts[0]
         if found := dips(base.layers):
             layers = [fit.layer for fit in found]
-            line = f"K={k}: the keys of {_layers(layers)} dip, R2 {_r2(base.layers, layers)}"
+            r2 = _r2(base.layers, layers)
+            line = f"K={k}: the keys of {_layers(layers)} dip, R2 of the fit {r2}"
             for cut in cuts[1:]:
                 line += f"; with {_improved(cut)} {_r2(cut.layers, layers)}"
             lines.append(line)
@@ -120,7 +166,7 @@ def _improved(cut: CutResult) -> str:
 
 
 def _r2(fits: Sequence[LayerFit], layers: Sequence[int]) -> str:
-    """R2 of the keys of `layers`, 1 where they are exact."""
+    """R2 of the fit of the keys of `layers`, 1 where they are exact."""
     found = {fit.layer: fit.r2_k for fit in fits}
     return ", ".join(f"{found.get(layer, 1.0):.2f}" for layer in layers)
 

@@ -123,10 +123,15 @@ def analyze(options: AnalyzeOptions) -> int:
     settings.folder.mkdir(parents=True, exist_ok=True)
     found = measure(options, settings, mesh)
     if is_main_process():
-        print(table(found.analysis, found.num_layers))
-        print(conclusion(found, options))
-        write(found, options)
+        report(found, options)
     return cli.OK
+
+
+def report(found: Findings, options: AnalyzeOptions) -> None:
+    """Print the table and the conclusion, and write the files."""
+    print(table(found.analysis, found.num_layers, found.settings.budget, found.recommendation))
+    print(conclusion(found, options))
+    write(found, options)
 
 
 def measure(options: AnalyzeOptions, settings: SweepSettings, mesh: Mesh) -> Findings:

@@ -17,15 +17,13 @@ from ..cut import CUT_FIELDS
 from ..distributed import is_main_process
 from ..errors import ConfigError, DataError, UsageError
 from ..model import default_dtype
-from .analysis_table import table
 from .analyze import (
     ANALYSIS_TOKENS_PER_DIMENSION,
     AnalyzeOptions,
     Findings,
-    conclusion,
     measure,
+    report,
     settle,
-    write,
 )
 from .output_folder import prepare_folder, removed_if_empty
 from .progress import peak_flops
@@ -65,7 +63,7 @@ def with_cut(recipe: Recipe, source: Source, mesh: Mesh) -> Recipe:
     try:
         with removed_if_empty(recipe.output_dir):
             prepare_folder(recipe.output_dir, recipe.model)
-            found = _analyze(recipe, mesh)
+            found = _analyze(recipe, source.config, mesh)
     except (ConfigError, DataError, UsageError) as error:
         found, reason = None, f"no analysis: {error}"
     else:
@@ -76,6 +74,10 @@ def with_cut(recipe: Recipe, source: Source, mesh: Mesh) -> Recipe:
     chosen, num_layers = found.recommendation, found.num_layers
     level = logging.INFO if chosen.within_budget else logging.WARNING
     logger.log(level, "%s", chosen.describe(num_layers))
+    given = {name: getattr(recipe, name) for name in CUT_FIELDS}
+    chosen = dataclasses.replace(
+        chosen, **{name: value for name, value in given.items() if value is not None}
+    )
     logger.info(
         "taking %s; name another with `num_key_value_layers`", describe_cut(chosen, num_layers)
     )
@@ -102,21 +104,23 @@ def _peak(recipe: Recipe, mesh: Mesh) -> float:
 
 def estimate(config: Config, recipe: Recipe) -> float:
     """Operations of an analysis, about."""
-    options = _options(recipe)
+    options = _options(recipe, config)
     per_row = prefill_flops(config, options.max_length, swiftkv=False)
     logits = 2 * config.vocab_size * config.embed_dim * options.max_length
-    fitted = ANALYSIS_TOKENS_PER_DIMENSION * config.embed_dim / options.max_length
+    fitted = (options.calibration_tokens or 0) / options.max_length
     # Moments and maps of some K, whose teacher's states stay or are computed again, are like this.
     return 3 * fitted * per_row + STUDENTS * options.rows * (per_row / 2 + 2 * logits)
 
 
-def _options(recipe: Recipe) -> AnalyzeOptions:
+def _options(recipe: Recipe, config: Config) -> AnalyzeOptions:
+    tokens = ANALYSIS_TOKENS_PER_DIMENSION * config.embed_dim
     return AnalyzeOptions(
         model=recipe.model,
         data=recipe.data,
         groups=str(recipe.key_value_group_size or 1),
         generated_kv=recipe.generated_kv or ("own" if recipe.exact_tail else None),
         exact_tail=recipe.exact_tail,
+        calibration_tokens=min(recipe.calibration_tokens or tokens, tokens),
         max_length=min(recipe.max_length, AnalyzeOptions.max_length),
         mesh=recipe.mesh,
         dtype=recipe.dtype,
@@ -124,13 +128,11 @@ def _options(recipe: Recipe) -> AnalyzeOptions:
     )
 
 
-def _analyze(recipe: Recipe, mesh: Mesh) -> Findings:
-    options = _options(recipe)
+def _analyze(recipe: Recipe, config: Config, mesh: Mesh) -> Findings:
+    options = _options(recipe, config)
     settings = settle(options)
     found = measure(options, settings, mesh)
     if is_main_process():
         settings.folder.mkdir(exist_ok=True)
-        print(table(found.analysis, found.num_layers))
-        print(conclusion(found, options))
-        write(found, options)
+        report(found, options)
     return found

@@ -14,13 +14,11 @@ that of all cheaper ones at the same K: R2 comes with the fit, losses take a pas
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 
 from ..calibration import LayerFit
 from ..config import GeneratedKV
-from .far_tokens import MIN_FAR_TOKENS
-from .recommendation import Budget
+from .recommendation import Budget, as_counted
 from .sweep import CutResult, Sweep, measure_all
 
 DIP = 0.03
@@ -52,12 +50,12 @@ def search(
     what the module's description says. `named`: no other K are tried."""
     found = measure_all(
         sweep,
-        (
+        [
             (k, g, where)
             for k, g in cuts
             for where in generated
             if g == 1 or where == "boundary" or len(generated) == 1
-        ),
+        ],
     )
     if sweep.init == "closed-form" and any(cut.key_value_group_size == 1 for cut in found):
         where: GeneratedKV = "own" if "own" in generated else "boundary"
@@ -105,9 +103,7 @@ class _Search:
         return self.added
 
     def holds(self, cut: CutResult) -> bool:
-        if self.sweep.far_tokens < MIN_FAR_TOKENS:
-            cut = dataclasses.replace(cut, far_nats=None)
-        return self.budget.holds(cut)
+        return self.budget.holds(as_counted(cut, self.sweep.far_tokens))
 
     def _bisect(self, edge: int) -> int:
         """The lowest K within the budget, between `edge` and the highest measured one below it."""

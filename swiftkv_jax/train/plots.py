@@ -74,7 +74,7 @@ def _draw_cuts(
             axes.plot(x, y, markersize=5, color=color, label=label, **style)
     if limit is not None:
         axes.axhline(limit, color="#555", linestyle="--", linewidth=1, label="budget")
-    chosen = [cut for cut in analysis.cuts if recommendation and _is_same(cut, recommendation)]
+    chosen = [cut for cut in analysis.cuts if recommendation and recommendation.is_of(cut)]
     for cut in chosen:
         if (loss := lost(cut) or 0) > 0:
             at = 100 * cut.prefill_flops_share, loss
@@ -92,10 +92,6 @@ def _is_improved(cut: CutResult) -> bool:
     return cut.exact_head > 0
 
 
-def _is_same(cut: CutResult, recommendation: Recommendation) -> bool:
-    return all(getattr(cut, name) == value for name, value in recommendation.cut.items())
-
-
 def _draw_keys(axes: Any, analysis: Analysis) -> None:
     """R2 of keys per layer: one line for each K, the layers that dip marked, and dashed what a tap
     or prompt layers make of them."""
@@ -107,13 +103,13 @@ def _draw_keys(axes: Any, analysis: Analysis) -> None:
         if not _is_improved(cut) and k in drawn:
             continue
         color = drawn.setdefault(k, COLORS[len(drawn) % len(COLORS)])
-        fits = {fit.layer: fit.r2_k for fit in cut.layers}
+        fits = {each.layer: each.r2_k for each in cut.r2}
         if _is_improved(cut):
             axes.plot(fits.keys(), fits.values(), color=color, linestyle="--", linewidth=1)
             continue
         axes.plot(fits.keys(), fits.values(), color=color, label=f"K={k}")
-        low = dips(cut.layers)
-        axes.plot([fit.layer for fit in low], [fit.r2_k for fit in low], "v", color=color)
+        low = [fit.layer for fit in dips(cut.layers)]
+        axes.plot(low, [fits[layer] for layer in low], "v", color=color)
     axes.set(xlabel="layer", ylabel="R² of keys")
     axes.set_title("Keys that follow from the boundary state")
     axes.xaxis.get_major_locator().set_params(integer=True)

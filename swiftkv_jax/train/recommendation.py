@@ -64,6 +64,11 @@ class Budget:
         )
 
 
+def as_counted(cut: CutResult, far_tokens: int) -> CutResult:
+    """A student as a budget counts it: without the loss on far tokens where they are too few."""
+    return cut if far_tokens >= MIN_FAR_TOKENS else dataclasses.replace(cut, far_nats=None)
+
+
 def parse_budget(perplexity: str | None, far: float | None) -> Budget:
     """The budget of `--max-perplexity-loss` and `--max-far-loss`. Where only one is given, only
     that one counts; where none is, the default budget. Raises `UsageError`."""
@@ -118,6 +123,10 @@ class Recommendation:
     def cut(self) -> dict[str, Any]:
         """The fields that are those of a cut, by the names of a recipe."""
         return {name: getattr(self, name) for name in CUT_FIELDS}
+
+    def is_of(self, cut: CutResult) -> bool:
+        """Whether `cut` is the recommended student."""
+        return all(getattr(cut, name) == value for name, value in self.cut.items())
 
     def describe(self, num_layers: int) -> str:
         """A sentence: the cut, its losses and its cost."""
@@ -192,7 +201,7 @@ def recommend(cuts: Iterable[CutResult], budget: Budget, far_tokens: int) -> Rec
     and the lowest divergence; the one nearest to it if none is. None without cuts, or where far
     tokens alone count and are too few to say."""
     measured = far_tokens >= MIN_FAR_TOKENS
-    known = [cut if measured else dataclasses.replace(cut, far_nats=None) for cut in cuts]
+    known = [as_counted(cut, far_tokens) for cut in cuts]
     if not known or (budget.perplexity_loss is None and not measured):
         return None
     within = [cut for cut in known if budget.holds(cut)]

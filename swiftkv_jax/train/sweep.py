@@ -23,7 +23,7 @@ import numpy as np
 from ..attention import Attention
 from ..batch import Batch
 from ..cache import bytes_per_token
-from ..calibration import check_groups, warn_of_few_tokens
+from ..calibration import LayerFit, check_groups, warn_of_few_tokens
 from ..config import Config, GeneratedKV
 from ..cost import prefill_flops
 from ..cut import CUT_FIELDS, quarter_of_neurons
@@ -79,8 +79,11 @@ class CutResult:
     kv_bytes_per_token: int
     kv_bytes_share: float
     """Bytes of the KV cache as a share of the teacher's."""
-    layers: list[LayerR2]
-    """Of the upper layers that read projected keys and values, for a start in closed form."""
+    layers: list[LayerFit]
+    """How well each upper layer's keys and values are fitted, for a start in closed form; not those
+    of prompt attention layers, which are exact."""
+    r2: list[LayerR2]
+    """How well they follow on the measured text, for the same layers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,12 +246,12 @@ class Sweep:
             counts.append((mask.sum(1), far_mask.sum(1)))
         sums = np.concatenate(parts, 1)
         counted, of_far = (np.concatenate(each) for each in zip(*counts, strict=True))
-        layers = []
-        if start.layers:
-            layers = _explained(cut, *map(sum, zip(*explained, strict=True)))
-        return self._result(cut, layers, sums, counted, of_far)
+        r2 = _explained(start.layers, *map(sum, zip(*explained, strict=True)))
+        return self._result(cut, start, r2, sums, counted, of_far)
 
-    def _result(self, cut: Config, layers: list[LayerR2], sums, counted, far) -> CutResult:
+    def _result(
+        self, cut: Config, start: CutKV, r2: list[LayerR2], sums, counted, far
+    ) -> CutResult:
         tokens = counted.sum()
         kl, agreement, teacher, student, _ = sums.sum(1) / max(tokens, 1)
         lost, lost_error = _mean(sums[3] - sums[2], counted)
@@ -269,7 +272,8 @@ class Sweep:
             prefill_flops_share=self.cost(cut),
             kv_bytes_per_token=kv_bytes,
             kv_bytes_share=kv_bytes / bytes_per_token(cut, dtype, swiftkv=False),
-            layers=layers,
+            layers=list(start.layers),
+            r2=r2,
         )
 
     def similarity(self) -> list[list[float]]:
@@ -368,17 +372,14 @@ def _after_prompt(batch: Batch, half: int, own_from: int) -> np.ndarray:
     return ((at >= half - 1) & (began < own_from)).astype(np.float32)
 
 
-def _explained(config: Config, means, products, tokens) -> list[LayerR2]:
-    """R2 of the projected layers from sums as in `Explained`."""
+def _explained(fits: Sequence[LayerFit], means, products, tokens) -> list[LayerR2]:
+    """R2 of the fitted layers from sums as in `Explained`."""
     y, ours = means  # L P K H
     own, fitted, both = products - np.stack([y * y, ours * ours, y * ours]).sum(-1) / tokens
     square = np.square(np.maximum(both, 0))
     # keys and values that are constant have nothing to explain
     r2 = np.divide(square, own * fitted, out=np.ones_like(own), where=own * fitted > 0).mean(-1)
-    return [
-        LayerR2(layer, *np.minimum(r2[layer], 1.0).tolist())
-        for layer in range(config.first_projected_layer, config.num_layers)
-    ]
+    return [LayerR2(fit.layer, *np.minimum(r2[fit.layer], 1.0).tolist()) for fit in fits]
 
 
 def _mean(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:

@@ -184,7 +184,10 @@ def test_a_cut_equals_its_student(k, g, init, copies):
     assert 3 < analysis.far_tokens == of_far.targets < expected.targets / 4
     lost = (of_far.student_nll - of_far.teacher_nll) / of_far.targets
     np.testing.assert_allclose(cut.far_nats, lost, rtol=1e-3, atol=1e-5)
-    assert [each.layer for each in cut.layers] == [fit.layer for fit in layers]
+    assert [fit.layer for fit in cut.layers] == [fit.layer for fit in layers]
+    ours, theirs = ([dataclasses.astuple(fit) for fit in fits] for fits in (cut.layers, layers))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4)
+    assert [each.layer for each in cut.r2] == [fit.layer for fit in layers]
 
 
 def test_r2_is_of_the_variance_that_keys_and_values_follow(analysis):
@@ -222,7 +225,7 @@ def test_r2_is_of_the_variance_that_keys_and_values_follow(analysis):
     y, ours = (x - x.mean(2, keepdims=True) for x in (y, ours))
     both, one, other = ((a * b).sum((2, 4)) for a, b in ((y, ours), (y, y), (ours, ours)))
     expected = (both**2 / one / other).mean(-1)  # U P
-    found = analysis.cuts[CUTS.index((3, 1))].layers
+    found = analysis.cuts[CUTS.index((3, 1))].r2
     assert [each.layer for each in found] == [3, 4, 5]
     np.testing.assert_allclose([[each.r2_k, each.r2_v] for each in found], expected, rtol=1e-3)
     assert 0.1 < expected[1:].min() and expected[1:].max() < 0.95 and expected[0].min() > 0.999

@@ -42,7 +42,7 @@ def analyses(monkeypatch):
     """Analyses that found `CUTS`, for the budget in the list."""
     budgets = [Budget()]
 
-    def analyze(recipe, mesh):
+    def analyze(recipe, config, mesh):
         if budgets[0] is None:
             raise DataError("`data`=short: no token to predict in it")
         return SimpleNamespace(recommendation=recommend(CUTS, budgets[0], MANY), num_layers=30)
@@ -68,6 +68,20 @@ def test_the_recommendation_is_taken_and_said(recipe, analyses, log):
         "`num_key_value_layers`"
     )
     assert not any(record.levelname == "WARNING" for record in log.records)
+
+
+def test_what_is_named_of_the_cut_stays(recipe, analyses, log):
+    named = dataclasses.replace(recipe, exact_head=1, boundary_taps=0)
+    found = CHOSEN | {"exact_head": 1, "boundary_taps": 0}
+    assert cut_of(with_cut(named, SOURCE, MESH)) == found
+    assert log.messages[1].startswith("taking K=20 of 30 layers with an exact head, generated_kv")
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, 8192), (100, 100), (10**6, 8192)])
+def test_an_analysis_fits_to_no_more_tokens_than_the_run(asked, expected, recipe):
+    """64 for each of the demo model's 128 entries."""
+    recipe = dataclasses.replace(recipe, calibration_tokens=asked)
+    assert chosen_cut._options(recipe, SOURCE.config).calibration_tokens == expected
 
 
 def test_the_nearest_is_taken_with_a_warning(recipe, analyses, log):

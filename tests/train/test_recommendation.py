@@ -31,6 +31,7 @@ def cut(k: int, prefill: float, perplexity: float, far: float | None, **fields: 
         "kv_bytes_per_token": 1024,
         "kv_bytes_share": 1.0,
         "layers": [],
+        "r2": [],
     }
     return CutResult(
         num_key_value_layers=k,
