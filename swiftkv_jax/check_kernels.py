@@ -39,7 +39,6 @@ def main(argv: Sequence[str] | None = None, check: KernelCheck | None = None) ->
     add(
         "--model",
         "-m",
-        type=Path,
         metavar="DIR",
         help="check only what this checkpoint needs (default: all head dims and cache formats)",
     )

@@ -19,6 +19,8 @@ from . import cli
 from .cache import answer_bytes_per_token, bytes_per_token
 from .checkpoints import kind_of, open_any, orbax_io
 from .checkpoints.auxiliary import has_tokenizer
+from .checkpoints.gguf_file import shards
+from .checkpoints.gguf_read import stored_types
 from .checkpoints.hf_read import delta_config, open_delta
 from .checkpoints.hf_write import write_hf
 from .checkpoints.hub import local_path
@@ -171,6 +173,11 @@ def _facts(opened: Source, kind: str) -> list[tuple[str, str]]:
     stored = opened.auxiliary_files.hf_config.get("quantization_config")
     if kind == HUGGING_FACE and stored is not None:
         facts.append(("quantization", str(read_quantization_config(stored))))
+    if kind == "GGUF":
+        assert opened.path is not None
+        size = sum(part.stat().st_size for part in shards(opened.path))
+        facts.append(("quantization", f"GGUF: {stored_types(opened.path)}"))
+        facts.append(("file bytes", f"{size:,}"))
     if opened.has_delta:
         student = bytes_per_token(config, dtype)
         answer = f", {answer_bytes_per_token(config, dtype):,} of an answer"

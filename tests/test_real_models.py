@@ -59,10 +59,12 @@ def test_parts_are_joined_once(file, monkeypatch):
     assert fetch(file) == path
 
 
-def test_a_file_that_was_cut_off_is_fetched_again(file):
-    path = fetch(file)
+def test_a_file_that_was_cut_off_or_changed_is_fetched_again(file):
+    path, whole = fetch(file), b"".join(CONTENTS)
     path.write_bytes(CONTENTS[0])
-    assert fetch(file).read_bytes() == b"".join(CONTENTS)
+    assert fetch(file).read_bytes() == whole
+    path.write_bytes(whole[:-1] + b"?")
+    assert fetch(file).read_bytes() == whole
 
 
 def test_another_package_than_expected(file):

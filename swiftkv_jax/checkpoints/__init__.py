@@ -58,7 +58,7 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
     only weights are one. Raises `CheckpointError` if it is none of them."""
     path = Path(path)
     if not path.exists():
-        raise CheckpointError(f"{path}: {foreign.missing(path)}")
+        raise CheckpointError(f"{path}: {foreign.missing(str(path))}")
     if (path / MANIFEST).is_file():
         return "Orbax"
     if _is_gguf(path):

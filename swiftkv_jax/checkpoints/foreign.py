@@ -4,6 +4,7 @@ the rest of an error message that begins with the path."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ _POINTER = b"version https://git-lfs"
 """How a Git LFS pointer begins: the text that stands for a large file which was not fetched."""
 _PICKLES = (".bin", ".pt", ".pth", ".pkl")
 ADAPTER = "adapter_config.json"
+_URL = re.compile(r"https?://[^/]+/([\w.-]+/[\w.-]+)")
 
 
 def check_no_pointer(file: Path, content: bytes) -> None:
@@ -24,9 +26,16 @@ def check_no_pointer(file: Path, content: bytes) -> None:
         )
 
 
-def missing(path: Path) -> str:
-    """Say why a path that does not exist is no model."""
-    if path.is_absolute():
+def is_path(model: str) -> bool:
+    """Whether what was typed is a path, or a URL, by its spelling, and no name on the Hub."""
+    return model.startswith((".", "/")) or "://" in model or model.lower().endswith(".gguf")
+
+
+def missing(model: str) -> str:
+    """Say why what was typed, a path that does not exist, is no model."""
+    if (url := _URL.match(model)) is not None:
+        return f"a URL is no name on the Hub: give {url[1]}"
+    if is_path(model):
         return "no such file or directory"
     return "no such file or directory, and no name on the Hub, which is ORGANISATION/NAME"
 
@@ -46,7 +55,7 @@ def without_weights(path: Path) -> str | None:
     names = sorted(file.name for file in path.iterdir())
     if ADAPTER in names:
         return _adapter(path / ADAPTER)
-    if found := [name for name in names if name.endswith(".gguf")]:
+    if found := [name for name in names if name.endswith(".gguf") and "mmproj" in name]:
         return f"{_first(found)}: a projector of images; the model's own GGUF file is needed"
     if reason := pickles(names):
         return reason

@@ -149,8 +149,8 @@ def _olmo2(found: Metadata) -> dict[str, Any]:
 
 
 def _gemma(found: Metadata, largest: int) -> dict[str, Any]:
-    """`largest` is the number of layers of the size whose scores are scaled by the width for each
-    head, not by that of a head."""
+    """Fields of Gemma 2 and 3. The largest model, which has `largest` layers, scales its scores by
+    the hidden size over the number of heads; all others by the width of a head."""
     heads, width = found.integer("attention.head_count"), found.integer("embedding_length")
     head_dim = found.integer("attention.key_length", width // heads)
     layers = found.integer("block_count")

@@ -100,13 +100,19 @@ class Metadata:
             if name not in _NEUTRAL:
                 raise ConfigError(
                     f"unknown metadata {self.prefix}{name}={shown(value)}: it could change the "
-                    f"model; if it changes nothing, remove it"
+                    f"model; if it changes nothing, remove it by "
+                    f"{removal(self.prefix + name)}"
                 )
             if value not in _NEUTRAL[name]:
                 raise ConfigError(
                     f"{self.prefix}{name}={shown(value)} is not supported; supported: "
                     f"{_NEUTRAL[name][0]!r}"
                 )
+
+
+def removal(key: str) -> str:
+    """The command of the package gguf that copies a file without a key."""
+    return f"`gguf-new-metadata --remove-metadata {key} IN OUT`"
 
 
 def common_fields(found: Metadata) -> dict[str, Any]:
@@ -122,16 +128,25 @@ def common_fields(found: Metadata) -> dict[str, Any]:
             f"{found.prefix}attention.value_length={found.get('attention.value_length')} is not "
             f"supported; supported: {head_dim}, as attention.key_length"
         )
+    rows = embedding.shape[0]
+    if found.integer("vocab_size", rows) != rows:
+        raise ConfigError(
+            f"{found.prefix}vocab_size={found.get('vocab_size')}, but token_embd.weight has {rows} "
+            f"rows: the file is damaged or badly converted; get or convert it again"
+        )
+    epsilon = "attention.layer_norm_rms_epsilon"
+    if found.get(epsilon) is None:
+        raise ConfigError(f"missing: {found.prefix}{epsilon}")
     rotated = found.integer("rope.dimension_count", head_dim)
     return {
-        "vocab_size": embedding.shape[0],
+        "vocab_size": rows,
         "hidden_size": width,
         "intermediate_size": found.integer("feed_forward_length"),
         "num_hidden_layers": found.integer("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": found.integer("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "rms_norm_eps": found.get("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": found.get(epsilon),
         "max_position_embeddings": found.integer("context_length"),
         "tie_word_embeddings": not found.has("output.weight"),
         "rope_theta": found.get("rope.freq_base", 10_000.0),

@@ -25,6 +25,7 @@ from .interleaved import Interleaved, split_pairs
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _ALIGNMENT = "general.alignment"
+_KINDS = ("general.architecture", "general.type")
 _NUMBERS = dict(enumerate("u1 i1 <u2 <i2 <u4 <i4 <f4 ?".split())) | {
     10: "<u8",
     11: "<i8",
@@ -154,7 +155,7 @@ def read_gguf(path: Path) -> GgufFile:
     parts = shards(path)
     if missing := [part.name for part in parts if not part.is_file()]:
         raise CheckpointError(
-            f"{path}: one of {len(parts)} parts, of which there is no {', '.join(missing[:3])}"
+            f"{path}: one of {len(parts)} parts; missing: {', '.join(missing[:3])}"
         )
     metadata: dict[str, Any] = {}
     tensors: dict[str, StoredBlocks] = {}
@@ -195,6 +196,12 @@ def is_later_part(path: Path) -> bool:
     return (found := _SHARD.fullmatch(path.name)) is not None and int(found[2]) > 1
 
 
+def is_model_name(name: str) -> bool:
+    """Whether a GGUF file of this name may hold a model, and not the projector of images or the
+    importances of weights that lie beside models."""
+    return "mmproj" not in name and "imatrix" not in name
+
+
 class _Header:
     """What stands before the values of a file."""
 
@@ -233,10 +240,10 @@ class _Header:
         num_tensors, num_keys = self._unpack("<Q"), self._unpack("<Q")
         metadata: dict[str, Any] = {}
         for _ in range(num_keys):
-            key = self._string()
+            key = self._string("the name of a key")
             if key in metadata:
                 raise CheckpointError(f"{self.file}: repeated: {key}")
-            metadata[key] = self._value(self._unpack("<I"))
+            metadata[key] = self._value(key, self._unpack("<I"))
         infos = [self._info() for _ in range(num_tensors)]
         alignment = metadata.get(_ALIGNMENT, 32)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
@@ -245,7 +252,7 @@ class _Header:
         return metadata, [self._tensor(begin, *info) for info in infos]
 
     def _info(self) -> tuple[str, tuple[int, ...], int, int]:
-        name, axes = self._string(), self._unpack("<I")
+        name, axes = self._string("the name of a tensor"), self._unpack("<I")
         if axes > 4:
             self._fail(f"{name} has {axes} axes")
         sizes = [self._unpack("<Q") for _ in range(axes)]
@@ -284,16 +291,16 @@ class _Header:
             ) from None
         return type_.name, block, num_bytes
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, key: str, kind: int) -> Any:
         if kind == _STRING:
-            return self._string()
+            return self._string(key)
         if kind in _NUMBERS:
             return self._numbers(_NUMBERS[kind], 1)[0].item()
         if kind != _ARRAY:
             self._fail(f"metadata of type {kind}")
         kind, count = self._unpack("<I"), self._unpack("<Q")
         if kind == _STRING:
-            return [self._string() for _ in range(count)]
+            return [self._string(key) for _ in range(count)]
         if kind not in _NUMBERS:
             self._fail(f"an array of type {kind}")
         return self._numbers(_NUMBERS[kind], count)
@@ -301,8 +308,18 @@ class _Header:
     def _numbers(self, dtype: str, count: int) -> np.ndarray:
         return np.frombuffer(self._take(count * np.dtype(dtype).itemsize), dtype)
 
-    def _string(self) -> str:
-        return self._take(self._unpack("<Q")).decode()
+    def _string(self, what: str) -> str:
+        """A text, which is the value of the key `what`. In one that only describes the model, bytes
+        that are no text are replaced."""
+        content = self._take(self._unpack("<Q"))
+        descriptive = what.startswith("general.") and what not in _KINDS
+        try:
+            return content.decode(errors="replace" if descriptive else "strict")
+        except UnicodeDecodeError:
+            raise CheckpointError(
+                f"{self.file}: {what} is not UTF-8: {content[:40]!r}; convert the model again, or "
+                f"get another file of it"
+            ) from None
 
     def _unpack(self, format: str) -> int:
         (value,) = struct.unpack_from(format, self.bytes, self.at)

@@ -3,6 +3,7 @@ config.json, `gguf_tensors` its tensors, and `gguf_tokenizer` its tokenizer's fi
 
 from __future__ import annotations
 
+import collections
 import functools
 import os
 from pathlib import Path
@@ -16,7 +17,7 @@ from ..model import AuxiliaryFiles, Model
 from . import source
 from .auxiliary import load_tokenizer
 from .gguf_architectures import architecture_of, hf_fields
-from .gguf_file import GgufFile, one_of, read_gguf, shards
+from .gguf_file import GgufFile, is_model_name, one_of, read_gguf, shards
 from .gguf_tensors import read_tensors
 from .gguf_tokenizer import end_tokens, tokenizer_files
 from .hf_config import config_from_hf
@@ -77,7 +78,13 @@ def _read(
     return file, fields, AuxiliaryFiles(contents, fields), eos_token_ids
 
 
+def stored_types(path: Path) -> str:
+    """How the tensors of a GGUF file are stored, the commonest type first: `Q4_K x 120, F32 x
+    61`."""
+    counts = collections.Counter(tensor.type_name for tensor in read_gguf(path).tensors.values())
+    return ", ".join(f"{name} x {count}" for name, count in counts.most_common())
+
+
 def gguf_files(folder: Path) -> list[Path]:
-    """The GGUF files of a folder that may hold a model: without projectors of images, which lie
-    beside theirs."""
-    return [file for file in sorted(folder.glob("*.gguf")) if "mmproj" not in file.name]
+    """The GGUF files of a folder that may hold a model."""
+    return [file for file in sorted(folder.glob("*.gguf")) if is_model_name(file.name)]

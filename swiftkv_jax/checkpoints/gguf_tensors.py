@@ -1,5 +1,5 @@
-"""The tensors of a GGUF file under the names of Hugging Face checkpoints, each undone of what
-llama.cpp's converter does to it."""
+"""The tensors of a GGUF file under the names of Hugging Face checkpoints, with the changes that
+llama.cpp's converter makes to them reversed."""
 
 from __future__ import annotations
 

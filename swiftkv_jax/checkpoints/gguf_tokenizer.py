@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import ConfigError
+from .gguf_config import removal, shortest
 from .gguf_pretokenizers import PreTokenizer, pre_tokenizer
 from .hf_values import shown
 from .spm_file import ModelFile
@@ -35,6 +36,15 @@ _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _END_NAMES = frozenset(
     "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|>".split()
 )
+# general.sampling. -> generation_config.json. llama.cpp's samplers that have no field there (xtc,
+# mirostat, the order of samplers, how far back repetitions are looked for) are left out.
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
 _USED = frozenset(
     """
     model pre tokens token_type scores merges add_bos_token add_eos_token add_space_prefix
@@ -82,7 +92,9 @@ def tokenizer_files(
         "model_max_length": max_length,
     }
     _put_around(tokenizer, settings)
-    generation: dict[str, Any] = {"eos_token_id": [*eos_token_ids]} if eos_token_ids else {}
+    generation = _sampling(metadata)
+    if eos_token_ids:
+        generation["eos_token_id"] = [*eos_token_ids]
     if (bos_id := _id(metadata, "bos_token_id")) is not None:
         generation["bos_token_id"] = bos_id
     content = tokenizer.to_str()
@@ -139,7 +151,10 @@ def _check(metadata: Mapping[str, Any]) -> None:
         if name in _USED or name.endswith(("_token_id", "_token_ids")):
             continue
         if name not in _NEUTRAL or value not in _NEUTRAL[name]:
-            raise ConfigError(f"unknown metadata {key}={shown(value)}: it could change token ids")
+            raise ConfigError(
+                f"unknown metadata {key}={shown(value)}: it could change token ids; if it changes "
+                f"nothing, remove it by {removal(key)}"
+            )
 
 
 def _templates(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,6 +171,21 @@ def _templates(metadata: Mapping[str, Any]) -> dict[str, Any]:
     if default is not None:
         named.insert(0, {"name": "default", "template": default})
     return {"chat_template": named}
+
+
+def _sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling parameters that a file recommends, as generation_config.json has them. Raises
+    `ConfigError` for one that is no number."""
+    found: dict[str, Any] = {}
+    for key, name in _SAMPLING.items():
+        if (value := metadata.get(f"general.sampling.{key}")) is None:
+            continue
+        if type(value) not in (int, float):
+            raise ConfigError(f"general.sampling.{key}={shown(value)} must be a number")
+        found[name] = shortest(value) if isinstance(value, float) else value
+    if found:
+        found["do_sample"] = found.get("temperature", 1.0) > 0
+    return found
 
 
 def _put_around(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -29,8 +30,9 @@ class ModelOptions:
     """What to load, how, and onto which devices. A field that is None is chosen for the checkpoint
     or the device."""
 
-    model: Path | None = None
-    """Checkpoint directory, GGUF file, or a name on the Hub; None is the demo model."""
+    model: str | os.PathLike[str] | None = None
+    """Checkpoint directory, GGUF file, or a name on the Hub, as it was typed: a `Path` would lose
+    the `./` that makes it a path. None is the demo model."""
     swiftkv: str = "auto"
     """A key of `SWIFTKV_CHOICES`."""
     dtype: str | None = None
@@ -95,7 +97,6 @@ def add_model_arguments(parser: argparse._ActionsContainer, *, demo: bool = True
     add(
         "--model",
         "-m",
-        type=Path,
         metavar="DIR",
         required=not demo,
         help=f"checkpoint: Hugging Face, Orbax, GGUF, or its name on the Hub{default}",

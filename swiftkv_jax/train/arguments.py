@@ -40,8 +40,8 @@ def add_model_and_data(parser: argparse._ActionsContainer) -> None:
     flag = parser.add_argument
     flag(
         "--model",
-        help="checkpoint to distil, Hugging Face or Orbax, or its name on the Hub; with --dry-run "
-        f"also one of {', '.join(PRESETS)} (default: demo)",
+        help="checkpoint to distil: Hugging Face, Orbax, GGUF, or its name on the Hub; with "
+        f"--dry-run also one of {', '.join(PRESETS)} (default: demo)",
     )
     add_revision(parser)
     add_cut(parser, "train for, and export,")
@@ -106,7 +106,7 @@ def add_machine(parser: argparse._ActionsContainer) -> None:
     flag(
         "--dry-run",
         action="store_true",
-        help="print memory per device and predicted times, from config.json alone",
+        help="print memory per device and predicted times, from the config alone",
     )
     flag(
         "--topology",

@@ -29,7 +29,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flag = parser.add_argument
     flag(
         "--model",
-        help="checkpoint, Hugging Face or Orbax, or its name on the Hub (default: the demo model)",
+        help="checkpoint: Hugging Face, Orbax, GGUF, or its name on the Hub (default: the demo "
+        "model)",
     )
     add_revision(parser)
     flag(

@@ -78,7 +78,7 @@ def planned_model(
     preset = PRESETS.get(recipe.model)
     if preset is None and not Path(recipe.model).exists():
         raise CheckpointError(
-            f"{recipe.model}: {missing(Path(recipe.model))}; shapes that are known by name: "
+            f"{recipe.model}: {missing(recipe.model)}; shapes that are known by name: "
             f"{', '.join(PRESETS)}"
         )
     teacher = preset or auxiliary_files_of(Path(recipe.model))[0]

@@ -4,11 +4,15 @@ holds ORGANISATION/NAME/REVISION/files."""
 import contextlib
 import hashlib
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+import pytest
+from huggingface_hub import constants
 
 TOKEN = "hf_valid"
 
@@ -48,6 +52,40 @@ def hub(folder: Path) -> Iterator[Hub]:
             yield server
         finally:
             server.shutdown()
+
+
+@contextlib.contextmanager
+def hub_with(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub without repositories, and an empty cache, both below `folder`. The working directory is
+    an empty folder."""
+    with hub(folder / "hub") as running:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "cache"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(folder / "token"))
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        set_endpoint(monkeypatch, running.url)
+        (folder / "here").mkdir()
+        monkeypatch.chdir(folder / "here")
+        yield running
+
+
+def set_endpoint(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    template = url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+
+def add(server: Hub, name: str, model: Path | None, others=(), revision: str = "main") -> Path:
+    """A revision of a repository, with the files of a model and `others`, whose content is their
+    name."""
+    folder = server.folder / name / revision
+    folder.mkdir(parents=True)
+    if model is not None:
+        shutil.copytree(model, folder, dirs_exist_ok=True)
+    for other in (*others, ".gitattributes"):
+        (folder / other).parent.mkdir(exist_ok=True)
+        (folder / other).write_text(other)
+    return folder
 
 
 def commit_of(name: str, revision: str) -> str:

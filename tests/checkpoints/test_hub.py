@@ -1,8 +1,10 @@
 """Models by their names on the Hub, which a server in this process stands in for."""
 
+import argparse
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,20 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
-import numpy as np
 import pytest
 from huggingface_hub import constants
 
 import swiftkv_jax as skv
 from swiftkv_jax import CheckpointError, cli, convert
-from swiftkv_jax.checkpoints.gguf_file import shards
 from swiftkv_jax.checkpoints.hub import local_path, repository_of
-from swiftkv_jax.cli.model_options import ModelOptions
+from swiftkv_jax.cli.model_options import ModelOptions, add_model_arguments
 from swiftkv_jax.errors import UsageError
-from tests import tiny
-from tests.checkpoints import gguf_files
 from tests.checkpoints.hf_models import TIED, UNTIED, assert_same_models
-from tests.checkpoints.hub_server import TOKEN, Hub, commit_of, hub
+from tests.checkpoints.hub_server import TOKEN, Hub, add, commit_of, hub_with, set_endpoint
 
 NAME = "org/llama"
 OTHERS = (
@@ -41,36 +39,10 @@ OTHERS = (
 
 @pytest.fixture
 def server(tmp_path, monkeypatch) -> Iterator[Hub]:
-    """A hub with the repository `NAME`, and an empty cache. The test runs in an empty folder."""
-    with hub(tmp_path / "hub") as running:
+    """A hub with the repository `NAME`."""
+    with hub_with(tmp_path, monkeypatch) as running:
         add(running, NAME, UNTIED, OTHERS)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-        monkeypatch.delenv("HF_TOKEN", raising=False)
-        set_endpoint(monkeypatch, running.url)
-        (tmp_path / "here").mkdir()
-        monkeypatch.chdir(tmp_path / "here")
         yield running
-
-
-def set_endpoint(monkeypatch, url: str) -> None:
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    template = url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-
-
-def add(server: Hub, name: str, model: Path | None, others=(), revision: str = "main") -> Path:
-    """A revision of a repository, with the files of a model and `others`, whose content is their
-    name."""
-    folder = server.folder / name / revision
-    folder.mkdir(parents=True)
-    if model is not None:
-        shutil.copytree(model, folder, dirs_exist_ok=True)
-    for other in (*others, ".gitattributes"):
-        (folder / other).parent.mkdir(exist_ok=True)
-        (folder / other).write_text(other)
-    return folder
 
 
 def error_of(model: str, revision: str | None = None) -> str:
@@ -125,6 +97,37 @@ def test_paths_that_are_no_names(path, server):
     with pytest.raises(CheckpointError, match=f"^{path}: no such file or directory"):
         skv.load(path)
     assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    "path", [f"./{NAME}", f"../{NAME}", "odd/nofile.gguf", "ODD/NOFILE.GGUF", "/nowhere/llama.gguf"]
+)
+def test_what_is_spelled_like_a_path_is_not_looked_up(path, server, capsys):
+    """Also where a command has it, which shows it as it was typed."""
+    with pytest.raises(CheckpointError) as error:
+        local_path(path)
+    assert str(error.value) == f"{path}: no such file or directory"
+    assert convert.main(["inspect", path]) == cli.BAD_CHECKPOINT
+    assert capsys.readouterr().err == f"error: {path}: no such file or directory\n"
+    parser = argparse.ArgumentParser()
+    add_model_arguments(parser)
+    options = ModelOptions.from_args(parser.parse_args(["-m", path]))
+    with pytest.raises(CheckpointError, match=f"^{re.escape(path)}: no such file or directory$"):
+        _ = options.path
+    assert server.requests == []
+
+
+def test_a_path_that_begins_with_a_dot(server):
+    shutil.copytree(TIED, NAME)
+    assert local_path(f"./{NAME}") == Path(NAME)
+
+
+@pytest.mark.parametrize("rest", ["", "/resolve/main/model.gguf"])
+def test_a_url_is_refused_as_it_was_typed(rest, server):
+    url = f"https://huggingface.co/{NAME}{rest}"
+    with pytest.raises(CheckpointError) as error:
+        skv.load(url)
+    assert str(error.value) == f"{url}: a URL is no name on the Hub: give {NAME}"
 
 
 def test_revisions(server):
@@ -188,11 +191,11 @@ def test_a_private_repository(server, monkeypatch):
 
 def test_a_gated_repository(server, monkeypatch):
     server.gated = {NAME}
-    accept = f"on the Hub it is gated: accept its terms at {server.url}/{NAME}"
+    accept = f"access to it on the Hub is gated: accept the terms at {server.url}/{NAME}"
     log_in = "log in by `hf auth login`, or set HF_TOKEN"
     assert error_of(NAME) == f"{accept} and {log_in}"
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert error_of(NAME) == f"{accept} with its account"
+    assert error_of(NAME) == f"{accept} as the account of your token"
 
 
 def test_a_wrong_token(server, monkeypatch):
@@ -235,8 +238,18 @@ def test_a_cache_that_cannot_be_written(server, tmp_path, monkeypatch):
     )
 
 
+def test_a_cache_that_cannot_be_made(server, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", "/proc/x/hub")
+    assert error_of(NAME) == (
+        "the cache /proc/x/hub cannot be written: set HF_HOME to a folder that can"
+    )
+
+
 def test_a_name_that_none_can_have(server):
     assert error_of("org/a--b") == "no repository of the Hub can have this name"
+
+
+SEVERAL = "GGUF files only: name one, such as org/x:"
 
 
 @pytest.mark.parametrize(
@@ -244,84 +257,31 @@ def test_a_name_that_none_can_have(server):
     [
         (["config.json", "pytorch_model.bin"], "pytorch_model.bin: pickle files can run code"),
         (["README.md"], "no weights in the repository: looked for model.safetensors.index.json"),
-        (["m-Q8_0.gguf", "mmproj.gguf"], "GGUF files only: name one, such as org/x:m-Q8_0.gguf"),
+        (["mmproj.gguf", "m-imatrix.gguf"], "no weights in the repository: looked for model.safe"),
         (["adapter_config.json"], "adapter_config.json: an adapter, not a model"),
+        (
+            ["m-IQ2_M.gguf", "m-Q8_0.gguf", "m-Q4_K_M.gguf", "mmproj.gguf"],
+            f"{SEVERAL}Q4_K_M; it has m-IQ2_M.gguf, m-Q4_K_M.gguf, m-Q8_0.gguf",
+        ),
+        (["m-bf16.gguf", "m.Q8_0.gguf"], f"{SEVERAL}bf16; it has m-bf16.gguf, m.Q8_0.gguf"),
+        (["a.gguf", "b.gguf"], f"{SEVERAL}a.gguf; it has a.gguf, b.gguf"),
+        (
+            ["m-Q6_K.gguf", "m-UD-Q6_K.gguf"],
+            f"{SEVERAL}m-Q6_K.gguf; it has m-Q6_K.gguf, m-UD-Q6_K.gguf",
+        ),
     ],
 )
-def test_a_repository_without_weights_that_are_read(files, text, server):
+def test_a_repository_without_weights_that_are_read(files, text, server, capfd):
+    """The error is all that is said."""
     add(server, "org/x", None, files)
     assert error_of("org/x").startswith(text)
-    assert not {"pytorch_model.bin", "m-Q8_0.gguf"} & set(server.downloaded())
-
-
-GGUFS = ["m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "m.f16.gguf", "mmproj-f16.gguf", "big/m-bf16.gguf"]
-
-
-@pytest.mark.parametrize(
-    "wanted, file",
-    [
-        ("Q4_K_M", "m-Q4_K_M.gguf"),
-        ("q4_k_s", "m-Q4_K_S.gguf"),
-        ("F16", "m.f16.gguf"),
-        ("m-Q4_K_M.gguf", "m-Q4_K_M.gguf"),
-        ("big/m-bf16.gguf", "big/m-bf16.gguf"),
-        ("BF16", "big/m-bf16.gguf"),
-    ],
-)
-def test_a_gguf_file(wanted, file, server, monkeypatch):
-    add(server, "org/ggufs", UNTIED, GGUFS)
-    path = local_path(f"org/ggufs:{wanted}")
-    assert path.read_text() == file, path
-    assert repository_of(path) == ("org/ggufs", commit_of("org/ggufs", "main"))
-    assert [name for name in server.downloaded() if name.endswith(".gguf")] == [file]
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert local_path(f"org/ggufs:{wanted}") == path
-
-
-PARTS = [f"big/m-Q6_K-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
-
-
-@pytest.mark.parametrize("wanted, first", [("Q6_K", 0), ("m-q6_k", 0), (PARTS[1], 1)])
-def test_all_parts_of_a_gguf_model(wanted, first, server):
-    add(server, "org/ggufs", None, [*GGUFS, *PARTS])
-    path = local_path(f"org/ggufs:{wanted}")
-    assert path.as_posix().endswith(PARTS[first])
-    assert [part.read_text() for part in shards(path)] == PARTS
-    assert [name for name in server.downloaded() if name.endswith(".gguf")] == PARTS
-
-
-def test_a_gguf_model_in_parts_loads(server):
-    hf = tiny.hf_config(model_type="llama", num_key_value_layers=0, head_dim=16, hidden_size=64)
-    stored = tiny.tensors_for(hf | {"num_key_value_layers": hf["num_hidden_layers"]})
-    folder = add(server, "org/parts", None)
-    tensors = gguf_files.converted(hf, stored, permute=True)
-    keys = gguf_files.common(hf) | {"rope.dimension_count": 16}
-    gguf_files.write(folder / "m-F32.gguf", "llama", keys, tensors, split_max_tensors=20)
-    model = skv.load("org/parts:F32")
-    np.testing.assert_array_equal(model.llama.embed, stored["model.embed_tokens.weight"])
-    lost = add(server, "org/lost", None)
-    shutil.copy(folder / "m-F32-00001-of-00003.gguf", lost)
-    with pytest.raises(CheckpointError, match="one of 3 parts, of which there is no m-F32-00002-o"):
-        skv.load("org/lost:F32")
-
-
-def test_gguf_files_that_are_not_there(server):
-    add(server, "org/ggufs", None, [*GGUFS, "m-UD-Q4_K_M.gguf"])
-    with pytest.raises(CheckpointError) as error:
-        local_path("org/ggufs:Q8_0")
-    assert str(error.value).startswith(
-        "org/ggufs:Q8_0: the repository has no such GGUF file: big/m-bf16.gguf, m-Q4_K_M.gguf, "
-    )
-    with pytest.raises(CheckpointError, match="several such GGUF files, of which one has to be"):
-        local_path("org/ggufs:Q4_K_M")
-    add(server, "org/parts", None, PARTS[1:])
-    with pytest.raises(CheckpointError, match="no such GGUF file: none at all"):
-        local_path("org/parts:Q6_K")
+    assert not [name for name in server.downloaded() if name.endswith((".bin", ".gguf"))]
+    assert capfd.readouterr() == ("", "")
 
 
 def test_names_of_models(server, tmp_path):
-    assert ModelOptions(model=Path(NAME)).name == NAME
-    assert ModelOptions(model=Path("org/ggufs:Q4")).name == "org/ggufs:Q4"
+    assert ModelOptions(model=NAME).name == NAME
+    assert ModelOptions(model="org/ggufs:Q4").name == "org/ggufs:Q4"
     assert ModelOptions(model=local_path(NAME)).name == NAME  # the folder in the cache
     assert ModelOptions(model=UNTIED).name == UNTIED.name
     assert ModelOptions().name == "swiftkv"

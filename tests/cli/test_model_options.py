@@ -44,7 +44,7 @@ def test_arguments_become_fields():
         "--compile-cache none --coordinator-address h:1 --num-processes 2 --process-id 0".split()
     )
     assert found == ModelOptions(
-        Path("x"),
+        "x",
         "off",
         "bfloat16",
         "int8",

@@ -109,7 +109,7 @@ def test_underscores_stand_for_hyphens_in_names_alone():
     assert (args.max_model_len, args.top_p, args.prompt) == (8192, 0.5, ["a_b"])
     assert (args.stop, args.stream) == (["--x_y"], False)
     assert flags.parse_args(["-p", "--top_p is text here"]).prompt == ["--top_p is text here"]
-    assert flags.parse_args(["-mDIR", "--no-enable-prefix-caching"]).model == Path("DIR")
+    assert flags.parse_args(["-mDIR", "--no-enable-prefix-caching"]).model == "DIR"
 
 
 def test_a_dash_reads_standard_input():

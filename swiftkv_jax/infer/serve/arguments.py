@@ -27,9 +27,7 @@ from .text.tool_formats import FORMATS
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add all arguments of the server, in groups; `ServerOptions` says more about each."""
     parser.usage = f"{parser.prog} [DIR] [options]"
-    parser.add_argument(
-        "directory", nargs="?", type=Path, metavar="DIR", help="model, the same as --model"
-    )
+    parser.add_argument("directory", nargs="?", metavar="DIR", help="model, the same as --model")
     add_model_arguments(parser.add_argument_group("model"))
     add_names_and_formats(parser.add_argument_group("names and formats"))
     add_address(parser.add_argument_group("address"))
