@@ -290,8 +290,11 @@ def warn_of_losses(results: dict[str, dict[str, Any]], config: Config, *, keep_d
     far, lost, lost_before = new["far_tokens"], new["far_nats"], old["far_nats"]
     if config.generated_kv == "boundary":
         remedy = "distil it before you serve it"
-    elif keep_delta or not config.has_two_caches:  # training for own loses more on far tokens
+    elif keep_delta:
         remedy = "serve it with `generated_kv`=boundary"
+    elif not config.has_two_caches:
+        closer = "bring its boundary state closer (`boundary_taps`, `exact_head`)"
+        remedy = "distil it" if config.boundary_taps else closer
     else:
         remedy = "distil it for boundary before you scale it"
     more = "or keep more layers (`num_key_value_layers`)"

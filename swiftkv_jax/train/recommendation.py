@@ -130,11 +130,13 @@ class Recommendation:
 
     def describe(self, num_layers: int) -> str:
         """A sentence: the cut, its losses and its cost."""
-        budget = Budget(self.max_perplexity_loss, self.max_far_loss)
+        far_limit = None if self.far_nats is None else self.max_far_loss
+        budget = Budget(self.max_perplexity_loss, far_limit)
         what = describe_cut(self, num_layers)
         losses = f"{self.perplexity_loss:+.1%} ± {self.perplexity_loss_error:.1%} of perplexity"
         if self.far_nats is None:
-            losses += f", too few far tokens to say ({MIN_FAR_TOKENS} are needed)"
+            few = f"too few ({MIN_FAR_TOKENS} are needed: measure more `rows`)"
+            losses += f", unknown on far tokens, of which there are {few}"
         else:
             losses += f", {self.far_nats:+.3f} ± {self.far_nats_error:.3f} nats on far tokens"
         cost = f"{self.prefill_flops_share:.1%} of the teacher's prefill"

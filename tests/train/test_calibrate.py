@@ -279,12 +279,12 @@ def test_a_model_that_loses_far_tokens_is_warned_of(caplog):
 @pytest.mark.parametrize(
     ("group", "keep_delta", "remedy"),
     [
-        (1, False, "serve it with `generated_kv`=boundary"),
+        (1, False, "bring its boundary state closer (`boundary_taps`, `exact_head`)"),
         (2, False, "distil it for boundary before you scale it"),
         (2, True, "serve it with `generated_kv`=boundary"),
     ],
 )
-def test_training_is_no_remedy_for_own(group, keep_delta, remedy, caplog):
+def test_what_is_advised_to_a_student_that_loses_too_much(group, keep_delta, remedy, caplog):
     config = dataclasses.replace(CUT.cut(CUT.num_key_value_layers, group), generated_kv="own")
     rows = {name: {"kl": 0.1, "far_nats": 0.4, "far_tokens": 99} for name in ("one", "other")}
     train_calibrate.warn_of_losses(rows, config, keep_delta=keep_delta)
