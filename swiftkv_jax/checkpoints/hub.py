@@ -188,7 +188,7 @@ def _named_gguf(name: str, wanted: str, files: list[str], failure: Exception | N
     listed = ", ".join(found or there or ggufs)
     if failure is not None and not found:
         has = f"has only {listed}" if listed else "has none"
-        reason = f"{not_reached()}, and of the repository's GGUF files the cache {has}"
+        reason = f"{not_reached()}; of the repository's GGUF files the cache {has}"
     elif found:
         reason = f"several GGUF files of the repository have this ending; name one: {listed}"
     elif ggufs:

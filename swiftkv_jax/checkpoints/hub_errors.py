@@ -11,11 +11,11 @@ _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXI
 
 
 def not_reached() -> str:
-    """Say that the Hub is not asked, or does not answer."""
+    """Say that the Hub is not asked, and how it is, or that it does not answer."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        return "offline (HF_HUB_OFFLINE is set)"
+        return "offline: unset HF_HUB_OFFLINE to download it"
     return f"the Hub at {constants.ENDPOINT} cannot be reached"
 
 

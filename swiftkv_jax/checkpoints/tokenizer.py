@@ -155,6 +155,12 @@ def _missing(
     return {index: token for index, token in tokens.items() if token.content not in known}
 
 
+def has_chat_template(contents: Mapping[str, bytes]) -> bool:
+    """Whether the tokenizer's files, name -> content, have a chat template. Builds no tokenizer.
+    Raises `CheckpointError` for a file that is no JSON."""
+    return "chat_template.json" in contents or bool(_chat_template(_settings(contents), contents))
+
+
 def _chat_template(
     settings: Mapping[str, Any], contents: Mapping[str, bytes]
 ) -> str | dict[str, str] | None:

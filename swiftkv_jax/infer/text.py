@@ -106,6 +106,8 @@ def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[i
         messages = normalize_messages(messages)
     except MessageError as error:
         raise UsageError(f"{_MESSAGES}; message {error.number}: {error}") from None
+    if tokenizer is None:
+        raise UsageError("this checkpoint has no tokenizer: a conversation needs one")
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError(
             "this model's tokenizer has no chat template: use a chat model, or plain prompts"

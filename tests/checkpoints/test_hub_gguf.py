@@ -85,7 +85,7 @@ def test_gguf_files_that_the_cache_lacks(server, monkeypatch):
     add(server, "org/ggufs", None, GGUFS)
     local_path("org/ggufs:Q4_K_M")
     set_endpoint(monkeypatch, "http://127.0.0.1:1")
-    only = "and of the repository's GGUF files the cache has only m-Q4_K_M.gguf"
+    only = "of the repository's GGUF files the cache has only m-Q4_K_M.gguf"
 
     def message(name: str) -> str:
         with pytest.raises(CheckpointError) as error:
@@ -93,11 +93,11 @@ def test_gguf_files_that_the_cache_lacks(server, monkeypatch):
         return str(error.value)
 
     assert message("org/ggufs:Q6_K") == (
-        f"org/ggufs:Q6_K: the Hub at http://127.0.0.1:1 cannot be reached, {only}"
+        f"org/ggufs:Q6_K: the Hub at http://127.0.0.1:1 cannot be reached; {only}"
     )
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    offline = "offline (HF_HUB_OFFLINE is set)"
-    assert message("org/ggufs:Q6_K") == f"org/ggufs:Q6_K: {offline}, {only}"
+    offline = "offline: unset HF_HUB_OFFLINE to download it"
+    assert message("org/ggufs:Q6_K") == f"org/ggufs:Q6_K: {offline}; {only}"
 
 
 PARTS = [f"big/m-Q6_K-0000{i}-of-00003.gguf" for i in (1, 2, 3)]

@@ -14,12 +14,15 @@ from typing import Any
 
 import jax
 
+from ...checkpoints.auxiliary import has_tokenizer
+from ...checkpoints.tokenizer import has_chat_template
 from ...cli import OK
-from ...cli.model_loading import load_model
+from ...cli.model_loading import load_model, open_model
 from ...cli.model_options import ModelOptions
 from ...errors import DataError, UsageError
 from ...io.files import write_json
 from ...io.jsonl import parse_object
+from ...model import AuxiliaryFiles
 from ..engine.engine import Engine
 from ..engine.options import EngineOptions
 from ..engine.requests import Request, RequestOutput
@@ -47,6 +50,7 @@ def main(args: argparse.Namespace) -> int:
     if file is None and model_options.model is None:
         file = Path(PACKAGED_TEMPLATE)  # the demo model has none
     template = None if file is None else chat_template_text(file)
+    _check_can_chat(open_model(model_options).auxiliary_files, template)
     model, mesh = load_model(model_options)
     if jax.process_count() > 1:
         raise UsageError(
@@ -70,6 +74,18 @@ def main(args: argparse.Namespace) -> int:
     )
     Chat(engine, tokenizer, params, args.system_prompt).loop()
     return OK
+
+
+def _check_can_chat(auxiliary_files: AuxiliaryFiles, template: str | None) -> None:
+    """Raise `UsageError` for a checkpoint whose files have no tokenizer, or no chat template where
+    none is given."""
+    if not has_tokenizer(auxiliary_files):
+        raise UsageError("this checkpoint has no tokenizer: a chat needs one")
+    if template is None and not has_chat_template(auxiliary_files.contents):
+        raise UsageError(
+            "this checkpoint has no chat template: give one with `chat_template` FILE, or use a "
+            "chat model, or plain prompts"
+        )
 
 
 class Chat:

@@ -59,6 +59,7 @@ def main(args: argparse.Namespace) -> int:
     SamplingParams(**sampling)
     template = None if args.chat_template is None else chat_template_text(args.chat_template)
     from ...checkpoints.auxiliary import has_tokenizer
+    from ...checkpoints.tokenizer import has_chat_template
     from . import processes, server  # after the look for their packages
 
     def load(mesh: Mesh | None, report: server.Report) -> server.Loaded:
@@ -91,8 +92,14 @@ def main(args: argparse.Namespace) -> int:
         return server.Loaded(engine, tokenizer, defaults, warm(engine), compiler, facts)
 
     def serve(load: processes.Load, followers: Followers | None = None) -> int:
-        if not has_tokenizer(open_model(model_options).auxiliary_files):
+        files = open_model(model_options).auxiliary_files
+        if not has_tokenizer(files):
             raise UsageError("this checkpoint has no tokenizer: a server needs one")
+        if template is None and not has_chat_template(files.contents):
+            logger.warning(
+                "this checkpoint has no chat template: chats will be refused; `chat_template` FILE "
+                "gives one"
+            )
         if args.uds is not None:
             listener, at = server.listen_unix(args.uds), f"unix:{args.uds}"
         else:

@@ -77,7 +77,8 @@ class Renderer:
         if self._tokenizer.chat_template is None:
             raise DataError(
                 f"{document.origin}: the model's tokenizer has no chat template, so messages "
-                f"cannot be rendered"
+                f"cannot be rendered: put a chat_template.jinja into the model's folder (a GGUF "
+                f"file becomes one by `convert orbax2hf`), or give rows of text"
             )
         messages = document.messages or []
         answers = [at for at, one in enumerate(messages) if one["role"] == "assistant"]

@@ -186,13 +186,30 @@ def test_a_template_that_fails_ends_the_session_with_one_line(checkpoint, run, t
     assert "ZeroDivisionError" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_chat_needs_a_template(checkpoint, run, capsys):
-    assert run("chat", "-m", checkpoint) == 2
-    assert (
-        capsys.readouterr()
-        .err.splitlines()[-1]
-        .startswith("error: this model's tokenizer has no chat template")
-    )
+@pytest.mark.parametrize(
+    ("ignored", "flags", "message"),
+    [
+        (
+            (),
+            (),
+            "this checkpoint has no chat template: give one with --chat-template FILE, or use a "
+            "chat model, or plain prompts",
+        ),
+        (("tokenizer*", "vocab*"), (), "this checkpoint has no tokenizer: a chat needs one"),
+        (
+            ("tokenizer*", "vocab*"),
+            ("--chat-template", "plain"),
+            "this checkpoint has no tokenizer: a chat needs one",
+        ),
+    ],
+)
+def test_what_a_chat_needs(ignored, flags, message, checkpoint, run, capsys, monkeypatch, tmp_path):
+    """Before weights are read."""
+    monkeypatch.setattr("swiftkv_jax.infer.commands.chat.load_model", None)
+    path = tmp_path / "model"
+    shutil.copytree(checkpoint, path, ignore=shutil.ignore_patterns(*ignored))
+    assert run("chat", "-m", path, *flags) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"error: {message}"
 
 
 def test_a_template_of_the_command_line(checkpoint, run, reply, capsys, monkeypatch, tmp_path):

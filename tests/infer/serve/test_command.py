@@ -188,6 +188,19 @@ def test_a_model_that_is_none_ends_before_anything_listens(
     assert error.startswith("error: ") and message in error
 
 
+@pytest.mark.parametrize("template", [False, True])
+def test_a_model_without_a_chat_template_is_told_at_once(template, checkpoint, capsys, monkeypatch):
+    def listen(host, port):
+        raise UsageError("enough")
+
+    monkeypatch.setattr("swiftkv_jax.infer.serve.server.listen", listen)
+    flags = ["--chat-template", "plain"] if template else []
+    assert main(["serve", "--model", str(checkpoint), "--port", "0", *flags]) == 2
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert (first == "error: enough") is template
+    assert template or "no chat template: chats will be refused; --chat-template FILE" in first
+
+
 @pytest.mark.parametrize(
     ("host", "loopback"),
     [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False)],
