@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Iterable, Iterator
 
 import jax
@@ -34,6 +35,8 @@ from ..sharding import all_gather_fsdp, replicated
 from .cut_kv import CutKV, Fitter, States
 from .sweep_programs import PromptLayers, boundary_states, layer_of, prompt_layer
 
+logger = logging.getLogger(__name__)
+
 MAX_PROMPT_LAYERS = 3
 """Prompt layers that are tried: more brought little (docs/training.md)."""
 
@@ -54,6 +57,7 @@ def boundary_kv(
     fitted = zero_mlps(config, MAX_PROMPT_LAYERS, neurons, llama.embed.dtype)
     for count in range(min(MAX_PROMPT_LAYERS, config.num_layers - k - 1) + 1):
         prompt = None
+        logger.info("K=%d: fitting an exact head with %d prompt attention layers", k, count)
         if count:
             layer, at = k + count - 1, count - 1
             fixed, mesh = (with_tap, attention), attention.mesh

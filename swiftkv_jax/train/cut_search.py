@@ -14,12 +14,15 @@ that of all cheaper ones at the same K: R2 comes with the fit, losses take a pas
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 
 from ..calibration import LayerFit
 from ..config import GeneratedKV
-from .recommendation import Budget, as_counted
+from .recommendation import Budget, as_counted, describe_cut
 from .sweep import CutResult, Sweep, measure_all
+
+logger = logging.getLogger(__name__)
 
 DIP = 0.03
 """R2 of keys by which a layer is below others on both sides of it, for a dip: such layers look for
@@ -149,6 +152,7 @@ class _Search:
                     continue
                 left = _unexplained(start.layers)
                 self.added.append(self.sweep.measure(cut, start))
+                logger.info("%s measured", describe_cut(self.added[-1], cut.num_layers))
                 holds |= self.holds(self.added[-1])
                 if holds and not every:
                     return True

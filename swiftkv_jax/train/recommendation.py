@@ -178,7 +178,7 @@ class Recommendation:
 
 
 def describe_cut(cut: CutResult | Recommendation, num_layers: int) -> str:
-    """`K=18 of 30 layers with 1 tap; own keys and values, tail 64`."""
+    """`K=18 of 30 layers with a tap, an exact head, generated_kv own and a tail of 64`."""
     text = f"K={cut.num_key_value_layers} of {num_layers} layers"
     if cut.key_value_group_size > 1:
         text += f" in groups of {cut.key_value_group_size}"
