@@ -152,7 +152,9 @@ class _Search:
                     continue
                 left = _unexplained(start.layers)
                 self.added.append(self.sweep.measure(cut, start))
-                logger.info("%s measured", describe_cut(self.added[-1], cut.num_layers))
+                logger.info(
+                    "%s measured", describe_cut(self.added[-1], self.sweep.config.num_layers)
+                )
                 holds |= self.holds(self.added[-1])
                 if holds and not every:
                     return True
