@@ -131,7 +131,7 @@ def _fetch(name: str, wanted: str | None, revision: str | None, *, weights: bool
             raise failure
         if present := [each for each in missing if each in files]:
             huggingface_hub.snapshot_download(name, revision=folder.name, allow_patterns=present)
-        elif file is None:
+        elif missing == list(names) and file is None:
             raise CheckpointError(f"{name}: {_without_weights(folder, files)}")
     elif not weights:
         return folder

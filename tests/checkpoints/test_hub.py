@@ -83,6 +83,17 @@ def test_tokenizers_templates_and_shards(server):
     assert "config.json" in server.downloaded()
 
 
+def test_a_shard_that_the_repository_lacks(server):
+    """Reading the folder says so, also once the others are there."""
+    folder = add(server, "org/sharded", UNTIED)
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    index = {"weight_map": {"lm_head.weight": "a.safetensors", "x": "b.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="b.safetensors"):
+            skv.load("org/sharded")
+
+
 def test_a_folder_comes_first(server):
     shutil.copytree(TIED, NAME)
     assert local_path(NAME) == Path(NAME)
