@@ -59,6 +59,7 @@ _PRE_TOKENIZERS = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
+    "falcon3": _LLAMA3,
     "smaug-bpe": _CL100K,
     "dbrx": _CL100K,
     "chatglm-bpe": _CL100K,
