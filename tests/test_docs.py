@@ -24,6 +24,7 @@ from tests import tiny
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 INDEX = ROOT / "docs" / "README.md"
+PYTHON = ROOT / "docs" / "python.md"
 PAGES = [
     README,
     ROOT / "CONTRIBUTING.md",
@@ -81,9 +82,10 @@ def model_folder(tokenizer, tmp_path_factory) -> Path:
 
 
 def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
-    """All of it in one namespace, as printed."""
+    """With what the page on Python does with an engine, in one namespace, as printed."""
     monkeypatch.chdir(tmp_path)
-    code = "\n".join(blocks(README, "python"))
+    of_engine = next(code for code in blocks(PYTHON, "python") if "Engine.from_model" in code)
+    code = "\n".join([*blocks(README, "python"), of_engine])
     assert "skv.generate" in code and "engine.run" in code
     output = run(code.replace(f'"{REAL_MODEL}"', repr(str(demo.LLAMA))))
     assert "length" in output or "stop" in output
