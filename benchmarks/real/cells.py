@@ -54,8 +54,13 @@ PROGRAMS = {
     "tap-head": Program(boundary_taps=1, exact_head=1),
     "both-head": Program(boundary_taps=1, prompt_attention_layers=2, exact_head=1),
 }
-WITH_NEURONS = {"neurons": "attention", "tap-neurons": "both", "tap-neurons-head": "both-head"}
-"""Programs that are others with neurons beside the maps."""
+WITH_NEURONS = {
+    "neurons": PROGRAMS["attention"],
+    "tap-neurons": PROGRAMS["both"],
+    "tap-neurons-head": PROGRAMS["both-head"],
+    "tap-neurons-1-head": dataclasses.replace(PROGRAMS["both-head"], prompt_attention_layers=1),
+}
+"""Programs that get neurons beside their maps."""
 NAMES = *PROGRAMS, *WITH_NEURONS
 
 
@@ -67,7 +72,7 @@ def program_of(config: Config, name: str) -> Program:
         raise UsageError(f"`programs`={name!r}: expected some of {','.join(NAMES)}")
     if not (neurons := quarter_of_neurons(config)):
         raise UsageError(f"`programs`={name!r}: this model has no MLP of which some neurons run")
-    return dataclasses.replace(PROGRAMS[WITH_NEURONS[name]], prompt_mlp_neurons=neurons)
+    return dataclasses.replace(WITH_NEURONS[name], prompt_mlp_neurons=neurons)
 
 
 @dataclasses.dataclass(frozen=True)
