@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,7 +63,7 @@ class PromptOptions:
         """Whether there is no source."""
         return all(value is None for value in vars(self).values())
 
-    def check(self, model: Path | None) -> None:
+    def check(self, model: str | os.PathLike[str] | None) -> None:
         """Raise `UsageError` for several sources, or for none with a `model` of the user's."""
         if sum(value is not None for value in vars(self).values()) > 1:
             raise UsageError("give one of --prompt, --prompt-file, --input and -")
