@@ -10,7 +10,6 @@ from typing import Any
 import jax
 
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.io import provenance
 from swiftkv_jax.model import Model
 
 from .. import report
@@ -38,7 +37,6 @@ class Results:
         facts = report.environment(seed=settings.seed)
         document = facts | {
             "benchmark": NAME,
-            "command": provenance.command(),
             "model": {
                 "name": name,
                 "layers": model.config.num_layers,
@@ -49,7 +47,7 @@ class Results:
             CELLS: [],
         }
         kind = facts["device"]["kind"]
-        measured = {part: document[part] for part in _OF_CELL if part in document}
+        measured = {part: facts[part] for part in _OF_CELL}
         path = output or report.default_path(f"{NAME}-{name}", kind, facts["date"])
         pattern = path.name if output else f"{path.name[:-20]}2*.json"
         for found in sorted(path.parent.glob(pattern), reverse=True):

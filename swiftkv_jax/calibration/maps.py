@@ -208,7 +208,7 @@ def add_map_batch(
 
 
 def map_inputs(config: Config, m: Float[Array, "B T D"], mlp: PromptMLP) -> Float[Array, "B T E"]:
-    """What the map and the neurons of a layer read, from what its MLP reads."""
+    """Join what the map and the neurons of a layer read, from what its MLP reads."""
     if mlp.gate is None:
         return m
     return jnp.concatenate([m, run_neurons(config, m, mlp.gate, mlp.up)], -1)

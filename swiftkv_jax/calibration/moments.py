@@ -200,7 +200,7 @@ def regressors(
 
 @struct.dataclass
 class LayerQueries:
-    """What the queries of a layer say about the tokens of a batch, whatever the cut is."""
+    """Figures of a layer's queries about the tokens of a batch, the same for every cut."""
 
     received: Leaf  # f32[S, B, T]: the attention that each token receives, for each exact tail
     counted: Leaf  # bool[S, B, T]: the tokens that count

@@ -30,8 +30,8 @@ PROBABILITIES_PER_CHUNK = 2**26
 def counted_queries(
     exact_tail: int, segment_ids: Int[Array, "B T"], window: Any
 ) -> tuple[Int[Array, " B"] | None, Bool[Array, "B T"]]:
-    """How far behind a token the queries begin that its weight counts, in each row, and which
-    tokens have such queries. None: with the token itself.
+    """Distances behind a token, one for each row, at which the queries begin that its weight
+    counts, and which tokens have such queries. None: with the token itself.
 
     With a tail of n tokens a query reads the fitted keys and values of the tokens that are n or
     more before it; it reads those nearer ones that generated tokens and the tail keep. So the last

@@ -27,7 +27,7 @@ def check_no_pointer(file: Path, content: bytes) -> None:
 
 
 def is_path(model: str) -> bool:
-    """Whether what was typed is a path, or a URL, by its spelling, and no name on the Hub."""
+    """Tell by its spelling whether what was typed is a path or a URL, and no name on the Hub."""
     return model.startswith((".", "/")) or "://" in model or model.lower().endswith(".gguf")
 
 

@@ -192,7 +192,7 @@ def shards(path: Path) -> list[Path]:
 
 
 def is_later_part(path: Path) -> bool:
-    """Whether it is a part of a model, by its name, and not the first."""
+    """Tell by its name whether a file is a part of a model, and not the first."""
     return (found := _SHARD.fullmatch(path.name)) is not None and int(found[2]) > 1
 
 
