@@ -20,6 +20,7 @@ python -m benchmarks.NAME, where NAME is
     predict           what kernels and serve measure, by count of bytes, products and launches
     hf_baseline       the same weights in Hugging Face transformers on the same machine
     kv_quantization   what caches and weights of 8 bits cost in perplexity (demo)
+    short_run         measures nothing: runs a plan of such commands within a total time
     real_models       measures nothing: fetches the real models for the others and for tests
 
 `medium/` is a Llama of 16 layers and the proportions of Llama-3.1-8B, for `infer bench --config` on

@@ -1,16 +1,21 @@
 """Train students of a real model, one after another, and measure each as `benchmarks.real` does.
 
     python -m benchmarks.distill_real gpu --model PARTS --seconds 780    one H100, in 15 minutes
+    python -m benchmarks.distill_real gpu --model PARTS --train-only     trained, measured later
     python -m benchmarks.distill_real cpu --model MODEL                  two cores, a night
     python -m benchmarks.distill_real gpu --model MODEL --dry-run        operations and times
 
 The model is a folder, a GGUF file, or a folder of parts (`benchmarks.real.parts`). Training text is
 English and code of this machine's packages (`benchmarks.real.corpus`) and, as a second source, what
-the model itself writes. Training is that of `swiftkv train`, with its checkpoints.
+the model itself writes, or packed datasets given as `--data`. Training is that of `swiftkv train`,
+with its checkpoints.
 
 Every student that is finished is measured and added to the JSON of its model in
 `benchmarks/results`, as are the evaluations of one that is not. When the time is over the run at
 hand is saved. The same command continues: with the next step, or with the next student.
+
+With `--train-only` nothing is measured. What was trained of each student is kept in FOLDER/deltas,
+in bfloat16, and the command without the flag measures it, on another machine too.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import json
 import logging
 import os
 import signal
@@ -30,15 +36,21 @@ from typing import Any
 import swiftkv_jax as skv
 from swiftkv_jax import cli
 from swiftkv_jax.checkpoints import open_any
+from swiftkv_jax.checkpoints.hf_read import load_delta
+from swiftkv_jax.checkpoints.hf_write import write_hf
+from swiftkv_jax.checkpoints.source import from_model
 from swiftkv_jax.cost import train_flops_per_token
 from swiftkv_jax.hardware import HARDWARE
+from swiftkv_jax.io import files
 from swiftkv_jax.model import Model
+from swiftkv_jax.stacks import split_layers
 from swiftkv_jax.train import loop
 from swiftkv_jax.train.data.prepare import prepare
 from swiftkv_jax.train.data.sources import DataSource
 from swiftkv_jax.train.metrics import METRICS, read_metrics
 from swiftkv_jax.train.recipe import Recipe
 from swiftkv_jax.train.setup import cut_model, open_tokenizer
+from swiftkv_jax.transformer import Remat
 
 from .real import corpus, generations, parts, table
 from .real.__main__ import add_flags, name_of, settings_of
@@ -46,6 +58,8 @@ from .real.cells import PROGRAMS, WITH_NEURONS, Cell, Program, program_of
 from .real.measure import Bench
 from .real.results import Results
 
+TRAINING = "training.json"
+"""The trainer's held-out figures, beside a delta."""
 GENERATED_SHARE = 1, 9
 """Weights of what the model wrote and of the packages' text."""
 UTILISATIONS = (0.1, 0.2, 0.3)
@@ -71,6 +85,7 @@ class Plan:
     evaluations: int
     """During a run, beside the first and the last."""
     eval_batches: int
+    remat: Remat = "mlp"
     calibration_tokens: int | None = None
     """Of the start in closed form; None is the trainer's default."""
 
@@ -89,13 +104,14 @@ SHARES = (1 / 2, 2 / 3, 3 / 5, 23 / 30)
 PLANS = {
     "gpu": Plan(
         tuple((share, 40_000_000 if share == 1 / 2 else 20_000_000) for share in SHARES),
-        batch_size=64,
+        batch_size=32,
         max_length=1024,
         learning_rate=1e-3,
         generated_tokens=500_000,
         sequences=256,
-        evaluations=8,
+        evaluations=3,
         eval_batches=2,
+        remat="none",
     ),
     "cpu": Plan(
         tuple((share, tokens) for tokens in (2**18, 2**20) for share in SHARES),
@@ -140,6 +156,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     flag("--seconds", type=float, help="stop and save after so many seconds")
     flag("--folder", type=Path, default=Path("runs/distill-real"), help="(default: %(default)s)")
+    flag("--tokens", help="of each student in turn, as 40e6,20e6 (default: as the plan says)")
+    flag("--data", metavar="PATH:WEIGHT", action="append", help="instead of the two sources")
+    flag("--train-only", action="store_true", help="measure nothing, and keep what was trained")
     flag("--dry-run", action="store_true", help="operations and times, without training")
     add_flags(parser)
     args = parser.parse_args(argv)
@@ -149,6 +168,10 @@ def main(argv: list[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> int:
     """Returns the exit code."""
     plan, started = PLANS[args.plan], time.perf_counter()
+    if args.tokens:
+        counts = [float(count) for count in args.tokens.split(",")]
+        runs = zip((share for share, _ in plan.runs), map(int, counts), strict=False)
+        plan = dataclasses.replace(plan, runs=tuple(runs))
     args.folder.mkdir(parents=True, exist_ok=True)
     if parts.is_split(Path(args.model)):
         args.model = join(Path(args.model), args.folder)
@@ -163,23 +186,51 @@ def run(args: argparse.Namespace) -> int:
     teacher = skv.load(args.model)
     results = Results.open(name_of(args), teacher, settings_of(args), args.output)
     cells = [cell for cell in cells if not _is_measured(results, cell)]
-    data = training_data(args, plan, teacher)
-    bench = Bench(teacher, settings_of(args), [cell.num_key_value_layers for cell in cells])
+    data = () if all(delta_of(args, cell).exists() for cell in cells) else None
+    data = training_data(args, plan, teacher) if data is None else data
+    bench = None
+    if not args.train_only:
+        bench = Bench(teacher, settings_of(args), [cell.num_key_value_layers for cell in cells])
     for number, cell in enumerate(cells, 1):
-        passed = time.perf_counter() - started
+        passed, kept = time.perf_counter() - started, delta_of(args, cell)
         logger.info("%d of %d after %.0f s: %s", number, len(cells), passed, cell)
-        recipe = recipe_of(plan, cell, args, data)
-        finished = loop.run(recipe)
-        progress = {"training": evaluations(recipe)}
-        if finished.exported is None:
-            results.note(f"unfinished: {cell}", progress["training"])
-            return cli.INTERRUPTED
-        found = bench.figures(skv.load(finished.exported)) | progress
+        if not kept.exists():
+            recipe = recipe_of(plan, cell, args, data)
+            finished = loop.run(recipe)
+            if finished.exported is None:
+                results.note(f"unfinished: {cell}", evaluations(recipe))
+                return cli.INTERRUPTED
+            keep_delta(args.model, finished.exported, kept)
+            files.write_json(kept / TRAINING, evaluations(recipe))
+        if bench is None:
+            continue
+        training = json.loads((kept / TRAINING).read_text(encoding="utf-8"))
+        found = bench.figures(load_delta(kept, teacher)) | {"training": training}
         results.add(cell, found)
         logger.info("%s: %s", cell, table.summary(found))
-    print(table.table([results.document]))
-    logger.info("written to %s", results.path)
+    if bench is not None:
+        print(table.table([results.document]))
+        logger.info("written to %s", results.path)
     return cli.OK
+
+
+def delta_of(args: argparse.Namespace, cell: Cell) -> Path:
+    """The folder that keeps what was trained of a student."""
+    return args.folder / "deltas" / _name(args, cell)
+
+
+def _name(args: argparse.Namespace, cell: Cell) -> str:
+    return f"{cell.num_key_value_layers}-{args.program}-{cell.tokens}"
+
+
+def keep_delta(model: str, exported: Path, target: Path) -> None:
+    """Write the delta of a trained student in bfloat16, as one of the model's weights in float32,
+    which are the same on every machine."""
+    base, student = (skv.load(str(path), dtype="float32") for path in (model, exported))
+    llama = split_layers(student.config, base.llama)
+    student = dataclasses.replace(base, config=student.config, llama=llama, swiftkv=student.swiftkv)
+    target.parent.mkdir(exist_ok=True)
+    write_hf(from_model(student), target, format="delta", dtype="bfloat16")
 
 
 def join(folder: Path, target: Path) -> str:
@@ -207,8 +258,12 @@ def _is_measured(results: Results, cell: Cell) -> bool:
 
 
 def training_data(args: argparse.Namespace, plan: Plan, teacher: Model) -> tuple[str, ...]:
-    """The two sources as packed rows, in the form of `Recipe.data`; what is there is used again.
-    Writes the held-out text beside them."""
+    """The two sources as packed rows, or those of `--data`, in the form of `Recipe.data`. Writes
+    the held-out text beside them. What is there is used again."""
+    if not held_out_file(args).exists():
+        corpus.write_held_out(held_out_file(args), settings_of(args).seed)
+    if args.data:
+        return tuple(args.data)
     documents = corpus.training_documents(args.corpus)
     written = args.folder / f"generated-{plan.generated_tokens}.jsonl"
     if not written.exists():
@@ -216,7 +271,6 @@ def training_data(args: argparse.Namespace, plan: Plan, teacher: Model) -> tuple
         generations.write(
             teacher, documents, written, tokens=plan.generated_tokens, sequences=plan.sequences
         )
-    corpus.write_held_out(held_out_file(args), settings_of(args).seed)
     tokenizer = open_tokenizer(Recipe(args.model, (), args.folder))
     sources = written, args.corpus / corpus.TRAIN
     packed = [
@@ -234,11 +288,10 @@ def recipe_of(plan: Plan, cell: Cell, args: argparse.Namespace, data: tuple[str,
     """What `swiftkv train` is given for a student."""
     steps = cell.tokens // (plan.batch_size * plan.max_length)
     settings: dict[str, Any] = cell.program.options
-    name = f"{cell.num_key_value_layers}-{args.program}-{cell.tokens}"
     return Recipe(
         args.model,
         data,
-        args.folder / name,
+        args.folder / _name(args, cell),
         num_key_value_layers=cell.num_key_value_layers,
         generated_kv=cell.generated_kv,
         exact_tail=cell.exact_tail,
@@ -248,6 +301,7 @@ def recipe_of(plan: Plan, cell: Cell, args: argparse.Namespace, data: tuple[str,
         batch_size=plan.batch_size,
         max_steps=steps,
         learning_rate=plan.learning_rate,
+        remat=plan.remat,
         eval_steps=max(1, steps // (plan.evaluations + 1)) if plan.evaluations else None,
         eval_batches=plan.eval_batches,
         save_steps=max(8, steps // 16),
@@ -276,6 +330,7 @@ def estimate(plan: Plan, model: str, cells: list[Cell]) -> str:
             generated_kv=cell.generated_kv,
             exact_tail=cell.exact_tail,
             max_length=plan.max_length,
+            remat=plan.remat,
             **cell.program.options,
         )
         config = cut_model(recipe, open_any(model).config)

@@ -4,6 +4,7 @@ table."""
 import copy
 import dataclasses
 import json
+import shutil
 import signal
 import threading
 
@@ -218,19 +219,23 @@ def test_the_command_continues(measured, capsys):
 
 @pytest.mark.long
 def test_a_plan_is_trained_and_measured(demo, packages, monkeypatch, tmp_path):
-    """Two sources, two students; one that is measured is not trained again."""
+    """Two sources, two students: trained, then measured from what was kept; one that is measured is
+    not trained again."""
     monkeypatch.setattr(corpus, "PACKAGES", ("kept",))
     output = tmp_path / "result.json"
     flags = ["--rows", "1", "--no-tasks", "--program", "base", "--output", str(output)]
     folders = ["--corpus", str(tmp_path / "corpus"), "--folder", str(tmp_path / "run")]
     arguments = ["tiny", "--model", DEMO.model, *flags, *folders]
+    assert distill_real.main([*arguments, "--train-only"]) == 0
+    assert not output.exists()
+    monkeypatch.setattr(distill_real.loop, "run", None)
     assert distill_real.main(arguments) == 0
     document = json.loads(output.read_text())
     assert [cell["num_key_value_layers"] for cell in document["cells"]] == [4, 6]
     for cell in document["cells"]:
         assert cell["trained_tokens"] == 512
         assert [row["step"] for row in cell["training"]] == [0, 2]
-    monkeypatch.setattr(distill_real.loop, "run", None)
+    shutil.rmtree(tmp_path / "run/deltas")
     assert distill_real.main(arguments) == 0
     assert json.loads(output.read_text()) == document
 
