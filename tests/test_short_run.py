@@ -7,7 +7,7 @@ from benchmarks import short_run
 
 def step(name: str, code: str, seconds: float) -> str:
     command = f"python -c '{code}'"
-    return f"[[step]]\nname = {name!r}\ncommand = \"\"\"{command}\"\"\"\nseconds = {seconds}\n"
+    return f'[[step]]\nname = {name!r}\ncommand = """{command}"""\nseconds = {seconds}\n'
 
 
 def test_steps_end_with_their_time_and_with_the_whole(tmp_path, monkeypatch, capfd):

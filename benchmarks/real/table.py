@@ -72,7 +72,10 @@ def section(found: Sequence[dict[str, Any]]) -> str | None:
             models.setdefault(document["model"]["name"], []).append(document)
     if not models:
         return None
-    parts = [f"{_describe(each)}\n\n{table(each)}" for _, each in sorted(models.items())]
+    parts = [
+        "\n\n".join([_describe(each), table(each), *_notes(each)])
+        for _, each in sorted(models.items())
+    ]
     return markdown.section("Students of real models", _INTRODUCTION, LEGEND, *parts)
 
 
@@ -105,6 +108,18 @@ def _describe(found: Sequence[dict[str, Any]]) -> str:
     )
 
 
+def _notes(found: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """What has to be known of single cells: `note` in the result file."""
+    for cell in (cell for document in found for cell in document["cells"]):
+        if note := cell.get("note"):
+            yield f"K = {cell['num_key_value_layers']} on {_millions(cell)} tokens: {note}."
+
+
+def _millions(cell: Cell) -> str:
+    tokens = cell["trained_tokens"]
+    return f"{tokens / 1e6:.2g}M" if tokens else ""
+
+
 def _lines(found: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
     cells = [cell for document in found for cell in document["cells"]]
     newest = {_order(cell): cell for cell in cells}
@@ -120,7 +135,7 @@ def _order(cell: Cell) -> tuple[Any, ...]:
 
 
 def _line(cell: Cell, layers: int) -> tuple[str, ...]:
-    kept, tokens, texts = cell["num_key_value_layers"], cell["trained_tokens"], cell["texts"]
+    kept, texts = cell["num_key_value_layers"], cell["texts"]
     kl, agreement = (
         sum(text[name]["value"] for text in texts.values()) / len(texts)
         for name in ("kl", "agreement")
@@ -134,7 +149,7 @@ def _line(cell: Cell, layers: int) -> tuple[str, ...]:
             )
         ),
         f"`own`, tail {tail}" if cell["generated_kv"] == "own" else "`boundary`",
-        f"{tokens / 1e6:.2g}M" if tokens else "",
+        _millions(cell),
         f"{cell['prefill_share']:.1%}",
         *(_percent(texts[kind]["above"]) for kind in ("english", "code")),
         f"{kl:.3f}",

@@ -87,6 +87,7 @@ def test_a_stop_changes_neither_metrics_nor_the_best_model(train, capsys):
     assert models[0] == models[1]
 
 
+@pytest.mark.long
 def test_a_stop_does_not_put_off_early_stopping(train, capsys):
     """The second evaluation after the best one ends the run: that of the step it was stopped
     at."""

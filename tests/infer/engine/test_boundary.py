@@ -188,8 +188,8 @@ def test_a_prompt_may_go_on_from_pages_of_the_same_chunk():
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
-        ("boundary, groups", {"kv_cache_dtype": "int8"}),
-        pytest.param("own, a tail", {}, marks=pytest.mark.long),
+        pytest.param("boundary, groups", {"kv_cache_dtype": "int8"}, marks=pytest.mark.long),
+        ("own, a tail", {}),
     ],
     ids=str,
 )

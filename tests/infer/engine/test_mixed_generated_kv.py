@@ -37,7 +37,7 @@ SOAKED = {"own": 0.4, "tail 6": 0.4, "boundary": 0.2}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("shape", ["g=1", "g=2", "g=4"])
+@pytest.mark.parametrize("shape", ["g=1", "g=2", pytest.param("g=4", marks=pytest.mark.long)])
 def test_soak(shape, compilations):
     """Requests of all modes that come and are aborted at random: each answer is that of the request
     alone in an engine of its mode. `make test-soak` has a longer one."""
@@ -170,11 +170,12 @@ def test_pages_of_own_keys_and_values_are_not_shared():
 @pytest.mark.parametrize(
     "modes",
     [
-        ("boundary g=2", "tail 6 g=2"),
-        *(
-            pytest.param(modes, marks=pytest.mark.long)
-            for modes in (tuple(MODES), tuple(name for name in GROUPED if name.endswith("g=2")))
-        ),
+        pytest.param(modes, marks=pytest.mark.long)
+        for modes in (
+            ("boundary g=2", "tail 6 g=2"),
+            tuple(MODES),
+            tuple(name for name in GROUPED if name.endswith("g=2")),
+        )
     ],
     ids=", ".join,
 )
