@@ -55,10 +55,10 @@ QUESTIONS = {
 NEW_TOKENS = 24
 STAGES = {
     "inspect": 1,
-    "analyse the cuts": 43,
+    "analyse the cuts": 46,
     "calibrate the recommended one": 21,
-    "distil it": 29,
-    "ask the teacher about a document": 3,
+    "distil it": 27,
+    "ask the teacher about a document": 2,
     "ask the student": 3,
 }
 """Stages and about how many hundredths of the time they take."""
