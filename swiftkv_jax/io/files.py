@@ -88,7 +88,9 @@ def write_atomic(path: Path, content: bytes) -> None:
             partial.unlink(missing_ok=True)
 
 
-def write_json(path: Path, document: dict[str, Any], *, canonical: bool = False) -> None:
+def write_json(
+    path: Path, document: dict[str, Any] | list[Any], *, canonical: bool = False
+) -> None:
     """`write_atomic` of a document that people may read too. `canonical` sorts its keys and escapes
     what is not ASCII, as in the config.json of a checkpoint."""
     if canonical:
