@@ -40,6 +40,7 @@ from swiftkv_jax.checkpoints.hf_read import load_delta
 from swiftkv_jax.checkpoints.hf_write import write_hf
 from swiftkv_jax.checkpoints.source import from_model
 from swiftkv_jax.cost import train_flops_per_token
+from swiftkv_jax.errors import UsageError
 from swiftkv_jax.hardware import HARDWARE
 from swiftkv_jax.io import files
 from swiftkv_jax.model import Model
@@ -58,8 +59,8 @@ from .real.cells import PROGRAMS, WITH_NEURONS, Cell, Program, program_of
 from .real.measure import Bench
 from .real.results import Results
 
-TRAINING = "training.json"
-"""The trainer's held-out figures, beside a delta."""
+DELTA, TRAINING = "delta", "training.json"
+"""In the folder of a student: what was trained, and the trainer's held-out figures."""
 GENERATED_SHARE = 1, 9
 """Weights of what the model wrote and of the packages' text."""
 UTILISATIONS = (0.1, 0.2, 0.3)
@@ -169,11 +170,9 @@ def run(args: argparse.Namespace) -> int:
     """Returns the exit code."""
     plan, started = PLANS[args.plan], time.perf_counter()
     if args.tokens:
-        counts = [float(count) for count in args.tokens.split(",")]
-        runs = zip((share for share, _ in plan.runs), map(int, counts), strict=False)
-        plan = dataclasses.replace(plan, runs=tuple(runs))
-    args.folder.mkdir(parents=True, exist_ok=True)
+        plan = dataclasses.replace(plan, runs=parse_tokens(args.tokens, plan))
     if parts.is_split(Path(args.model)):
+        args.folder.mkdir(parents=True, exist_ok=True)
         args.model = join(Path(args.model), args.folder)
     config = open_any(args.model).config
     program = program_of(config, args.program)
@@ -181,6 +180,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(estimate(plan, args.model, cells))
         return cli.OK
+    args.folder.mkdir(parents=True, exist_ok=True)
     if args.seconds is not None:
         stop_after(args.seconds)
     teacher = skv.load(args.model)
@@ -200,12 +200,11 @@ def run(args: argparse.Namespace) -> int:
             if finished.exported is None:
                 results.note(f"unfinished: {cell}", evaluations(recipe))
                 return cli.INTERRUPTED
-            keep_delta(args.model, finished.exported, kept)
-            files.write_json(kept / TRAINING, evaluations(recipe))
+            keep_delta(args.model, finished.exported, kept, evaluations(recipe))
         if bench is None:
             continue
         training = json.loads((kept / TRAINING).read_text(encoding="utf-8"))
-        found = bench.figures(load_delta(kept, teacher)) | {"training": training}
+        found = bench.figures(load_delta(kept / DELTA, teacher)) | {"training": training}
         results.add(cell, found)
         logger.info("%s: %s", cell, table.summary(found))
     if bench is not None:
@@ -223,14 +222,29 @@ def _name(args: argparse.Namespace, cell: Cell) -> str:
     return f"{cell.num_key_value_layers}-{args.program}-{cell.tokens}"
 
 
-def keep_delta(model: str, exported: Path, target: Path) -> None:
+def parse_tokens(text: str, plan: Plan) -> tuple[tuple[float, int], ...]:
+    """The first runs of a plan with `--tokens`. Raises `UsageError`."""
+    counts = text.split(",")
+    try:
+        found = [int(float(count)) for count in counts]
+    except (ValueError, OverflowError):
+        found = []
+    if not 0 < len(found) <= len(plan.runs) or min(found) < 1:
+        raise UsageError(
+            f"`tokens`={text!r}: expected numbers above 0, at most {len(plan.runs)}, as 40e6,20e6"
+        )
+    return tuple((share, count) for (share, _), count in zip(plan.runs, found, strict=False))
+
+
+def keep_delta(model: str, exported: Path, target: Path, training: list[dict[str, Any]]) -> None:
     """Write the delta of a trained student in bfloat16, as one of the model's weights in float32,
-    which are the same on every machine."""
+    which are the same on every machine, and the trainer's figures beside it."""
     base, student = (skv.load(str(path), dtype="float32") for path in (model, exported))
     llama = split_layers(student.config, base.llama)
     student = dataclasses.replace(base, config=student.config, llama=llama, swiftkv=student.swiftkv)
-    target.parent.mkdir(exist_ok=True)
-    write_hf(from_model(student), target, format="delta", dtype="bfloat16")
+    with files.new_directory(target) as made:
+        write_hf(from_model(student), made / DELTA, format="delta", dtype="bfloat16")
+        files.write_json(made / TRAINING, training)
 
 
 def join(folder: Path, target: Path) -> str:

@@ -25,7 +25,7 @@ from swiftkv_jax.io import files
 
 from .first_hour import GRACE, Outcome, Step, run
 
-FIELDS = {"name", "command", "seconds"}
+FIELDS = tuple({"name": str, "command": str, "seconds": kind} for kind in (int, float))
 LEFT_OUT = "left out"
 
 
@@ -49,12 +49,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def read_plan(file: Path, output: Path) -> list[Step]:
     """The steps of a plan. Raises `UsageError` for a file that is none."""
     try:
-        found = tomllib.loads(file.read_text(encoding="utf-8")).get("step", [])
+        found = tomllib.loads(file.read_text(encoding="utf-8")).get("step")
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{file}: not a plan ({error})") from error
-    for step in found:
-        if set(step) != FIELDS:
-            raise UsageError(f"{file}: a step has {', '.join(step)}; it needs {sorted(FIELDS)}")
+    if not isinstance(found, list):
+        raise UsageError(f"{file}: not a plan (it has no [[step]])")
+    for number, step in enumerate(found, 1):
+        if {name: type(value) for name, value in step.items()} not in FIELDS:
+            raise UsageError(
+                f"{file}: step {number} needs `name` and `command`, texts, and a number of seconds"
+            )
+        if "/" in step["name"]:
+            raise UsageError(f"{file}: `name`={step['name']!r} is the name of a file: no /")
     return [
         Step(
             step["name"],

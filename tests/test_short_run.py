@@ -37,7 +37,11 @@ def test_a_plan_that_is_none(tmp_path, capsys):
     arguments = [str(plan), "--seconds", "5", "--output", str(tmp_path / "found")]
     for content, error in (
         ("[[step]", "not a plan"),
-        ("[[step]]\nname = 'a'\n", "a step has name; it needs"),
+        ("", "it has no [[step]]"),
+        ("[step]\nname = 'a'\n", "it has no [[step]]"),
+        ("[[step]]\nname = 'a'\n", "step 1 needs `name` and `command`"),
+        (step("a", "", 1).replace("= 1", "= 'soon'"), "and a number of seconds"),
+        (step("a/b", "", 1), "`name`='a/b' is the name of a file"),
     ):
         plan.write_text(content)
         assert short_run.main(arguments) == 2

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from swiftkv_jax import api
-from swiftkv_jax.config import Config, GeneratedKV
+from swiftkv_jax.config import GENERATED_KV, Config, GeneratedKV
 from swiftkv_jax.cut import quarter_of_neurons
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.model import Model
@@ -118,7 +118,9 @@ def untrained_cells(
     config: Config, cuts: Sequence[int], programs: Sequence[str], served: Sequence[str]
 ) -> list[Cell]:
     """Program after program, in each cut after cut, as `served` (values of `generated_kv`) says.
-    Raises `UsageError` for a program that the model does not have."""
+    Raises `UsageError` for a program that the model does not have, and for another `served`."""
+    if unknown := set(served) - set(GENERATED_KV):
+        raise UsageError(f"`served`={','.join(sorted(unknown))}: expected some of own,boundary")
     known = {name: program_of(config, name) for name in programs}
     return [
         Cell(cut, program.at(config.num_layers - cut), generated_kv, tail)

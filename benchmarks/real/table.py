@@ -38,7 +38,8 @@ LEGEND = (
     f"columns are the share of questions whose answer is right in every token, student minus "
     f"teacher, in points, and the nats lost on an answer: `recall` of values in a register, "
     f"`questions` about people, and `identifiers` to complete, over documents of 512 to 4,096 "
-    f"tokens. The last is the share of functions of HumanEval that pass their tests. ± is one "
+    f"tokens, one of each length and task; their ± takes questions about one document for "
+    f"independent. The last is the share of functions of HumanEval that pass their tests. ± is one "
     f"standard error of the paired difference. Students without a number of tokens are in closed "
     f"form."
 )

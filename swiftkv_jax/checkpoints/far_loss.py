@@ -30,7 +30,7 @@ def far_loss_warning(hf_config: dict[str, Any]) -> str | None:
     match hf_config.get(FIELD):
         case {"nats": float(nats), "tokens": int(tokens), "limit": float(limit), "step": str(step)}:
             return (
-                f"this cut lost {nats:.2f} nats on {tokens:,} far tokens (limit {limit:g}) after "
+                f"this cut lost {nats:.3f} nats on {tokens:,} far tokens (limit {limit:g}) after "
                 f"{step}: keep more layers, or distil it; swiftkv train analyze shows what it takes"
             )
     return None

@@ -150,7 +150,9 @@ def noted_far_loss(
     files: AuxiliaryFiles, step: Step, tokens: int, lost: float | None
 ) -> AuxiliaryFiles:
     """The files of a student that is exported after `step`, with a note for those who serve it if
-    it loses too much."""
+    it loses too much. What is trained without being measured keeps the note that it had."""
+    if step == "training" and (lost is None or tokens < MIN_FAR_TOKENS):
+        return files
     nats = lost if loses_too_much(tokens, lost) else None
     return with_far_loss(files, step, tokens, nats, MAX_FAR_LOSS)
 
@@ -160,7 +162,7 @@ def warn_of_far_loss(tokens: int, lost: float | None, what: str, remedy: str) ->
     are enough."""
     if loses_too_much(tokens, lost):
         logger.warning(
-            "%s loses %.2f nats on %s tokens that depend on the far prompt, more than %g: %s",
+            "%s loses %.3f nats on %s tokens that depend on the far prompt, more than %g: %s",
             what,
             lost,
             f"{tokens:,}",

@@ -152,7 +152,7 @@ def far_sentence(evaluations: Sequence[dict[str, Any]]) -> str:
     if not loses_too_much(tokens, lost):
         return ""
     return (
-        f"Warning: the student loses {lost:.2f} nats on {tokens:,} far tokens, more than "
+        f"Warning: the student loses {lost:.3f} nats on {tokens:,} far tokens, more than "
         f"{MAX_FAR_LOSS:g}: do not serve it as it is."
     )
 

@@ -269,7 +269,7 @@ def test_a_model_that_loses_far_tokens_is_warned_of(caplog):
     results = {"copied": before, "calibrated": before | {"kl": 0.03, "far_nats": 0.4}}
     train_calibrate.warn_of_losses(results, CUT, keep_delta=False)
     far, kl = caplog.messages
-    assert far.startswith("the calibrated model loses 0.40 nats on 99 tokens that depend")
+    assert far.startswith("the calibrated model loses 0.400 nats on 99 tokens that depend")
     assert (
         kl
         == "the calibrated model's KL from the teacher, 0.0300, is above that of the model "

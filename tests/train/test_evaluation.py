@@ -87,7 +87,7 @@ def test_a_student_that_loses_far_tokens_is_warned_of(tokens, lost, warns, tmp_p
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = evaluation.log_far_loss(tmp_path, 1)
     assert found == ((0, None) if lost is None else (tokens, lost))
-    text = "the student loses 0.16 nats on 1,200 tokens that depend on the far prompt, more than"
+    text = "the student loses 0.160 nats on 1,200 tokens that depend on the far prompt, more than"
     assert any(message.startswith(text) for message in log.messages) == warns
     assert len(log.messages) == (0 if lost is None else 1 + warns)
     if tokens == 63:
@@ -99,12 +99,15 @@ def test_a_student_that_loses_far_tokens_is_warned_of(tokens, lost, warns, tmp_p
     [(1200, 0.664, True), (1200, 0.15, False), (63, 0.9, False), (0, None, False)],
 )
 def test_the_export_of_a_student_that_loses_far_tokens_says_so(tokens, lost, noted):
-    """And the note of the student that it was made from goes."""
+    """And the note of the student that it was made from goes, unless it was trained unmeasured."""
     given = AuxiliaryFiles(hf_config={"model_type": "llama", FIELD: {"nats": 9.0}})
     found = evaluation.noted_far_loss(given, "calibration", tokens, lost).hf_config
     assert found["model_type"] == "llama" and (FIELD in found) == noted
+    trained = evaluation.noted_far_loss(given, "training", tokens, lost).hf_config
+    kept = given.hf_config[FIELD] if tokens < 64 else found.get(FIELD)
+    assert (trained.get(FIELD) or {}).get("nats") == (kept or {}).get("nats")
     assert far_loss_warning(found) == (
-        "this cut lost 0.66 nats on 1,200 far tokens (limit 0.15) after calibration: keep more "
+        "this cut lost 0.664 nats on 1,200 far tokens (limit 0.15) after calibration: keep more "
         "layers, or distil it; swiftkv train analyze shows what it takes"
         if noted
         else None
