@@ -324,7 +324,8 @@ def analysis(path: Path, data: str = "analysis.json") -> None:
         lost["r2"] = [LayerR2(fit.layer, fit.r2_k, fit.r2_v) for fit in fits]
         cuts.append(CutResult(**(older | lost | cut | {"layers": fits})))
     names = {field.name for field in dataclasses.fields(Analysis)} - {"cuts", "heads"}
-    draw_analysis(Analysis(**{name: found[name] for name in names}, cuts=cuts, heads=[]), path)
+    facts: dict[str, Any] = {"rows": 0} | {name: found[name] for name in names if name in found}
+    draw_analysis(Analysis(**facts, cuts=cuts, heads=[]), path)
 
 
 def run(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib.metadata
 import os
 import shlex
@@ -67,6 +68,7 @@ def _version(package: str) -> str | None:
         return None
 
 
+@functools.cache
 def _driver() -> str | None:
     """Version of NVIDIA's driver, if there is one."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]

@@ -9,7 +9,7 @@ from ..calibration import LayerFit
 from .cut_search import dips
 from .far_tokens import FAR_NATS, MAX_FAR_LOSS, MIN_FAR_TOKENS, far_cell, loses_too_much
 from .heads import cut_off, describe_heads
-from .recommendation import Budget, Recommendation, as_counted
+from .recommendation import Budget, Recommendation, as_counted, plus_minus
 from .sweep import Analysis, CutResult
 
 UNIFORM = {"g": "1", "M": "0", "neurons": "0", "taps": "0", "head": "0", "KV cache": "100.0%"}
@@ -34,7 +34,9 @@ def table(
         "generated": _generated,
         "KL": lambda cut: f"{cut.kl:.4f}",
         "agreement": lambda cut: f"{cut.agreement:.1%}",
-        "perplexity": lambda cut: f"{cut.perplexity_loss:+.2%} ± {cut.perplexity_loss_error:.2%}",
+        "perplexity": lambda cut: (
+            f"{cut.perplexity_loss:+.2%}{plus_minus(cut.perplexity_loss_error, '.2%')}"
+        ),
         "far nats": lambda cut: _far(far, cut),
         "prefill FLOPs": lambda cut: f"{cut.prefill_flops_share:.1%}",
         "KV bytes/token": lambda cut: f"{cut.kv_bytes_per_token:,}",
@@ -80,7 +82,7 @@ def _generated(cut: CutResult) -> str:
 def _far(far_tokens: int, cut: CutResult) -> str:
     cell = far_cell(far_tokens, cut.far_nats)
     if cut.far_nats is not None and far_tokens >= MIN_FAR_TOKENS:
-        cell += f" ± {cut.far_nats_error:.3f}"
+        cell += plus_minus(cut.far_nats_error, ".3f")
     return cell + "*" * loses_too_much(far_tokens, cut.far_nats)
 
 
@@ -105,9 +107,9 @@ def _describe_far(analysis: Analysis) -> str:
 
 
 def describe_keys(analysis: Analysis, recommendation: Recommendation | None) -> list[str]:
-    """R2 of the keys of every layer, for the first student of each K and the recommended one."""
+    """R2 of the keys of every layer, for each K as it is and the recommended student."""
     lines = []
-    for k, cuts in _by_k(analysis.cuts).items():
+    for k, cuts in by_k(analysis.cuts).items():
         recommended = [cut for cut in cuts[1:] if recommendation and recommendation.is_of(cut)]
         for cut in (cuts[0], *recommended):
             name = f"K={k}" + f" with {_improved(cut)}" * (cut is not cuts[0])
@@ -129,13 +131,12 @@ def describe_dips(analysis: Analysis) -> list[str]:
     """For each K whose keys dip the layers, their R2 as it is and as the measured students with an
     exact head have it; and whether previous-token heads are cut off."""
     lines = []
-    for k, cuts in _by_k(analysis.cuts).items():
-        base = cuts[0]
+    for k, (base, *improved) in by_k(analysis.cuts).items():
         if found := dips(base.layers):
             layers = [fit.layer for fit in found]
             r2 = _r2(base.layers, layers)
             line = f"K={k}: the keys of {_layers(layers)} dip, R2 of the fit {r2}"
-            for cut in cuts[1:]:
+            for cut in improved:
                 line += f"; with {_improved(cut)} {_r2(cut.layers, layers)}"
             lines.append(line)
         previous, induction = cut_off(analysis.heads, k)
@@ -147,15 +148,23 @@ def describe_dips(analysis: Analysis) -> list[str]:
     return lines
 
 
-def _by_k(cuts: Sequence[CutResult]) -> dict[int, list[CutResult]]:
-    """The students without groups of each K: the first as it is, the others with an exact head."""
+def by_k(cuts: Sequence[CutResult]) -> dict[int, list[CutResult]]:
+    """The students in closed form, without groups, of each K: the first without an exact head, the
+    others with one. All are fitted for the same keys of generated tokens: `own` where that was
+    measured, as exact heads are."""
+    fitted = [cut for cut in cuts if cut.key_value_group_size == 1 and cut.layers]
     found: dict[int, list[CutResult]] = {}
-    for cut in cuts:
-        if cut.key_value_group_size == 1 and cut.layers:
-            of_k = found.setdefault(cut.num_key_value_layers, [])
-            if cut.exact_head or not of_k:
-                of_k.append(cut)
+    for cut in fitted:
+        if not cut.exact_head and (cut.num_key_value_layers not in found or _is_own(cut)):
+            found[cut.num_key_value_layers] = [cut]
+    for cut in fitted:
+        if cut.exact_head:
+            found[cut.num_key_value_layers].append(cut)
     return found
+
+
+def _is_own(cut: CutResult) -> bool:
+    return cut.generated_kv == "own"
 
 
 def _improved(cut: CutResult) -> str:

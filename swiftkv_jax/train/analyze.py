@@ -21,19 +21,20 @@ from ..distributed import check_all_take_part, is_main_process
 from ..errors import DataError, UsageError
 from ..io.files import write_json
 from ..io.plotting import matplotlib_missing
+from ..io.provenance import provenance
 from ..kernel_check import checked_implementation, forward_configs
 from ..mesh import MeshShape, dp_size, make_mesh, parse_mesh
 from ..sharding import batch_sharding
 from .analysis_table import table
-from .cut_list import NamedCut, parse_cuts
+from .cut_list import NamedCut, parse_cuts, possible_cuts
 from .cut_search import search
 from .data.batches import batches_of
 from .data.excerpts import read_excerpts
 from .given_analysis import ANALYSIS
 from .plots import draw_analysis
-from .recipe import DEMO, Init, check_calibration_tokens
+from .recipe import DEMO, Init, Recipe, check_calibration_tokens
 from .recommendation import Budget, Recommendation, parse_budget, recommend
-from .sweep import Analysis, Sweep, possible_cuts
+from .sweep import Analysis, Sweep
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class AnalyzeOptions:
     generated_kv: GeneratedKV | None = None
     """None is both."""
     exact_tail: int | None = None
-    """None is `EXACT_TAIL`, where rows are long enough."""
+    """None is `EXACT_TAIL`, or 0 where half of a row is no longer than that."""
     max_perplexity_loss: str | None = None
     max_far_loss: float | None = None
     init: Init = "closed-form"
@@ -121,7 +122,7 @@ def analyze(options: AnalyzeOptions) -> int:
     mesh, settings = make_mesh(options.mesh), settle(options)
     check_all_take_part(mesh)
     settings.folder.mkdir(parents=True, exist_ok=True)
-    found = measure(options, settings, mesh)
+    found = measure(options, settings, mesh, keep=True)
     if is_main_process():
         report(found, options)
     return cli.OK
@@ -134,8 +135,14 @@ def report(found: Findings, options: AnalyzeOptions) -> None:
     write(found, options)
 
 
-def measure(options: AnalyzeOptions, settings: SweepSettings, mesh: Mesh) -> Findings:
-    """Run the analysis. Raises `DataError` for text that does not suffice."""
+def measure(
+    options: AnalyzeOptions, settings: SweepSettings, mesh: Mesh, *, keep: bool = False
+) -> Findings:
+    """Run the analysis. Raises `DataError` for text that does not suffice.
+
+    `keep`: write `analysis.json` after each student already, into the folder, which exists. What
+    was measured is there after an interruption or a failure, and the log says so.
+    """
     config = settings.config
     model = load(settings.model, dtype=options.dtype, mesh=mesh, config=config)
     wanted = options.calibration_tokens or ANALYSIS_TOKENS_PER_DIMENSION * config.embed_dim
@@ -153,6 +160,12 @@ def measure(options: AnalyzeOptions, settings: SweepSettings, mesh: Mesh) -> Fin
         )
     if any("%" in cut.name for cut in settings.named):
         logger.info("of %d layers %s", config.num_layers, ", ".join(map(str, settings.named)))
+    if "own" in settings.generated and options.exact_tail is None and not settings.exact_tail:
+        logger.info(
+            "`exact_tail` is 0, not %d: a measured prompt, half of `max_length`=%d, is no longer",
+            EXACT_TAIL,
+            options.max_length,
+        )
 
     configs = forward_configs(config, model.dtype, mesh)
     implementation = checked_implementation(None, configs, mesh.local_devices[0])
@@ -179,9 +192,27 @@ def measure(options: AnalyzeOptions, settings: SweepSettings, mesh: Mesh) -> Fin
         exact_tail=settings.exact_tail,
         lowest=min(k for k, _ in settings.cuts) if options.cuts is not None else 1,
     )
+    keep = keep and is_main_process()
+
+    def write_so_far() -> None:
+        so_far = sweep.summary(sweep.results, finished=False)
+        found = Findings(so_far, None, config.num_layers, settings)
+        write_document(found, options, finished=False)
+
+    if keep:
+        sweep.on_result = write_so_far
     named = options.cuts is not None
-    cuts = search(sweep, settings.cuts, settings.generated, settings.budget, named=named)
-    analysis = sweep.summary(cuts)
+    try:
+        cuts = search(sweep, settings.cuts, settings.generated, settings.budget, named=named)
+        analysis = sweep.summary(cuts)
+    except BaseException:
+        if keep and sweep.results:
+            logger.warning(
+                "not finished: students measured so far, %d, are in %s, without a recommendation",
+                len(sweep.results),
+                settings.folder / ANALYSIS,
+            )
+        raise
     recommendation = None
     if options.init == "closed-form":
         recommendation = recommend(cuts, settings.budget, analysis.far_tokens)
@@ -195,8 +226,18 @@ def conclusion(found: Findings, options: AnalyzeOptions) -> str:
         return "no recommendation: it needs students in closed form (`init`)"
     if recommendation is None:
         return f"no recommendation within {budget}: too few far tokens; measure more `rows`"
-    command = recommendation.command(options.model, options.data, options.revision)
+    command = recommendation.command(*_next_run(options, found.settings))
     return f"{recommendation.describe(found.num_layers)}\nnext: {command}"
+
+
+def _next_run(
+    options: AnalyzeOptions, settings: SweepSettings
+) -> tuple[str | None, tuple[str, ...], str | None, int | None]:
+    """(model, data, revision, length of rows) of the run to make next. Rows are as long as by
+    default, where the model has positions for that; without a named model the default is short."""
+    positions = settings.config.max_position_embeddings
+    too_few = options.model is not None and positions < Recipe.max_length
+    return options.model, options.data, options.revision, positions if too_few else None
 
 
 def settle(options: AnalyzeOptions) -> SweepSettings:
@@ -275,20 +316,32 @@ def checked_lengths(options: AnalyzeOptions, config: Config) -> int:
 
 def write(found: Findings, options: AnalyzeOptions) -> None:
     """`analysis.json`, and `analysis.png` where matplotlib is installed."""
-    analysis, recommendation, num_layers, settings = found
-    facts = {
-        "model": settings.model,
-        "data": settings.data,
-        "dtype": options.dtype,
-        "prompt_length": settings.prompt_length,
-        "num_layers": num_layers,
-        "recommendation": None
-        if recommendation is None
-        else recommendation.record(num_layers, options.model, options.data, options.revision),
-    }
-    write_json(settings.folder / ANALYSIS, facts | dataclasses.asdict(analysis))
+    write_document(found, options)
+    folder = found.settings.folder
     if missing := matplotlib_missing():
         logger.info("no analysis.png: %s", missing)
     else:
-        draw_analysis(analysis, settings.folder / "analysis.png", recommendation)
-    logger.info("written to %s", settings.folder)
+        draw_analysis(found.analysis, folder / "analysis.png", found.recommendation)
+    logger.info("written to %s", folder)
+
+
+def write_document(found: Findings, options: AnalyzeOptions, *, finished: bool = True) -> None:
+    """`analysis.json`."""
+    analysis, recommendation, num_layers, settings = found
+    facts = provenance() | {
+        "finished": finished,
+        "model": settings.model,
+        "data": settings.data,
+        "dtype": options.dtype,
+        "max_length": options.max_length,
+        "prompt_length": settings.prompt_length,
+        "num_layers": num_layers,
+        "budget": {
+            "max_perplexity_loss": settings.budget.perplexity_loss,
+            "max_far_loss": settings.budget.far_loss,
+        },
+        "recommendation": None
+        if recommendation is None
+        else recommendation.record(num_layers, *_next_run(options, settings)),
+    }
+    write_json(settings.folder / ANALYSIS, facts | dataclasses.asdict(analysis))

@@ -57,7 +57,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--exact-tail",
         type=int,
         metavar="W",
-        help="last tokens of a prompt that keep their own too, with own (default: 64)",
+        help="last tokens of a prompt that keep their own too, with own (default: 64, or 0 where "
+        "half of --max-length is no longer than that)",
     )
     flag(
         "--max-perplexity-loss",
@@ -108,5 +109,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flag(
         "--output-dir",
         type=Path,
-        help="where analysis.json and analysis.png go (default: runs/analyze-MODEL)",
+        help="where analysis.json, written after each student, and analysis.png go (default: "
+        "runs/analyze-MODEL)",
     )

@@ -1,10 +1,16 @@
-"""The cuts that `--cuts` names: layers that keep their own keys and values."""
+"""The cuts that `--cuts` and `--groups` name: layers that keep their own keys and values, and those
+of the others that share a cache."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from ..errors import UsageError
+from ..calibration import check_groups
+from ..config import Config
+from ..errors import ConfigError, UsageError
+from .recipe import Init
 
 EXPECTED = "percentages of the layers (50%), numbers of layers (K=3), or all"
 
@@ -38,6 +44,24 @@ def parse_cuts(text: str, num_layers: int) -> list[NamedCut]:
         either = f"{one} layers, or {one} % of the {num_layers}"
         raise UsageError(f"`cuts`={text!r}: {either}? Write K={one} or {one}%")
     return [_cut(f"{part}%" if part in plain else part, text, num_layers) for part in parts]
+
+
+def possible_cuts(
+    config: Config, lower: Iterable[int], groups: Iterable[int], init: Init
+) -> tuple[list[tuple[int, int]], dict[int, str]]:
+    """(K, g) for every K and each g at which the model can be cut and a student started, sorted;
+    and g -> why it cannot, of those that fit at no K."""
+    cuts, reasons = [], {}
+    for k, g in itertools.product(sorted(set(lower)), sorted(set(groups))):
+        try:
+            cut = config.cut(k, g)
+            if init == "closed-form":
+                check_groups(cut)
+            cuts.append((k, g))
+        except ConfigError as error:
+            reasons[g] = str(error)
+    fitting = {g for _, g in cuts}
+    return cuts, {g: reason for g, reason in reasons.items() if g not in fitting}
 
 
 def _cut(part: str, text: str, num_layers: int) -> NamedCut:

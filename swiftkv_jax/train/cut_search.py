@@ -158,6 +158,8 @@ class _Search:
                 holds |= self.holds(self.added[-1])
                 if holds and not every:
                     return True
+            if layers + 1 >= self.sweep.config.num_layers - k:
+                break  # another prompt layer would leave no upper layer without one
             following = self.sweep.at(k, 1, self.generated, layers + 1, 0, 1)
             if self.sweep.cost(following) >= limit:
                 break

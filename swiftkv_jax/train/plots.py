@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..io.plotting import COLORS, figure
+from .analysis_table import by_k
 from .cut_search import dips
 from .far_tokens import describe_count
 from .recommendation import Recommendation
@@ -95,21 +96,15 @@ def _is_improved(cut: CutResult) -> bool:
 def _draw_keys(axes: Any, analysis: Analysis) -> None:
     """R2 of keys per layer: one line for each K, the layers that dip marked, and dashed what a tap
     or prompt layers make of them."""
-    drawn: dict[int, str] = {}
-    for cut in analysis.cuts:
-        k = cut.num_key_value_layers
-        if cut.key_value_group_size > 1 or not cut.layers:
-            continue
-        if not _is_improved(cut) and k in drawn:
-            continue
-        color = drawn.setdefault(k, COLORS[len(drawn) % len(COLORS)])
-        fits = {each.layer: each.r2_k for each in cut.r2}
-        if _is_improved(cut):
-            axes.plot(fits.keys(), fits.values(), color=color, linestyle="--", linewidth=1)
-            continue
+    drawn = by_k(analysis.cuts)
+    for (k, (base, *improved)), color in zip(drawn.items(), itertools.cycle(COLORS)):
+        fits = {each.layer: each.r2_k for each in base.r2}
         axes.plot(fits.keys(), fits.values(), color=color, label=f"K={k}")
-        low = [fit.layer for fit in dips(cut.layers)]
+        low = [fit.layer for fit in dips(base.layers)]
         axes.plot(low, [fits[layer] for layer in low], "v", color=color)
+        for cut in improved:
+            fits = {each.layer: each.r2_k for each in cut.r2}
+            axes.plot(fits.keys(), fits.values(), color=color, linestyle="--", linewidth=1)
     axes.set(xlabel="layer", ylabel="R² of keys")
     axes.set_title("Keys that follow from the boundary state")
     axes.xaxis.get_major_locator().set_params(integer=True)

@@ -108,8 +108,9 @@ class Recommendation:
     exact_tail: int
     prefill_flops_share: float
     perplexity_loss: float
-    """Share of the teacher's perplexity that it loses, with its standard error over rows."""
-    perplexity_loss_error: float
+    """Share of the teacher's perplexity that it loses, with its standard error over rows; None if
+    that is unknown, as for a single row."""
+    perplexity_loss_error: float | None
     far_nats: float | None
     """Nats that it loses on far tokens; None if those are too few."""
     far_nats_error: float | None
@@ -133,12 +134,14 @@ class Recommendation:
         far_limit = None if self.far_nats is None else self.max_far_loss
         budget = Budget(self.max_perplexity_loss, far_limit)
         what = describe_cut(self, num_layers)
-        losses = f"{self.perplexity_loss:+.1%} ± {self.perplexity_loss_error:.1%} of perplexity"
+        error = plus_minus(self.perplexity_loss_error, ".1%")
+        losses = f"{self.perplexity_loss:+.1%}{error} of perplexity"
         if self.far_nats is None:
             few = f"too few ({MIN_FAR_TOKENS} are needed: measure more `rows`)"
             losses += f", unknown on far tokens, of which there are {few}"
         else:
-            losses += f", {self.far_nats:+.3f} ± {self.far_nats_error:.3f} nats on far tokens"
+            error = plus_minus(self.far_nats_error, ".3f")
+            losses += f", {self.far_nats:+.3f}{error} nats on far tokens"
         cost = f"{self.prefill_flops_share:.1%} of the teacher's prefill"
         if self.within_budget:
             return f"recommended within {budget}: {what}; {losses}; {cost}"
@@ -157,24 +160,43 @@ class Recommendation:
         return f", by {' and '.join(missed)}"
 
     def record(
-        self, num_layers: int, model: str | None, data: Sequence[str], revision: str | None = None
+        self,
+        num_layers: int,
+        model: str | None,
+        data: Sequence[str],
+        revision: str | None = None,
+        max_length: int | None = None,
     ) -> dict[str, Any]:
         """The fields, with the sentence and the command: for `analysis.json`."""
-        command = self.command(model, data, revision)
+        command = self.command(model, data, revision, max_length)
         text = {"sentence": self.describe(num_layers), "command": command}
         return dataclasses.asdict(self) | text
 
-    def command(self, model: str | None, data: Sequence[str], revision: str | None = None) -> str:
-        """What to run next: `calibrate`, or `train` where the closed form alone loses too much."""
+    def command(
+        self,
+        model: str | None,
+        data: Sequence[str],
+        revision: str | None = None,
+        max_length: int | None = None,
+    ) -> str:
+        """What to run next: `calibrate`, or `train` where the closed form alone loses too much.
+        `max_length` is that of its rows, None the default."""
         words = ["swiftkv", "train", *(["calibrate"] if self.within_budget else [])]
         if model is not None:
             words += ["--model", model, *(["--revision", revision] if revision else [])]
         for text in data:
             words += ["--data", text]
+        if max_length is not None:
+            words += ["--max-length", str(max_length)]
         for name, value in self.cut.items():
             if value != getattr(Config, name):
                 words += [f"--{name.replace('_', '-')}", str(value)]
         return shlex.join([*words, "--output-dir", "runs/cut"])
+
+
+def plus_minus(error: float | None, form: str) -> str:
+    """` ± 0.2%`, formatted with `form`; nothing for an error that is unknown."""
+    return "" if error is None else f" ± {error:{form}}"
 
 
 def describe_cut(cut: CutResult | Recommendation, num_layers: int) -> str:

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +22,10 @@ import numpy as np
 from ..attention import Attention
 from ..batch import Batch
 from ..cache import bytes_per_token
-from ..calibration import LayerFit, check_groups, warn_of_few_tokens
+from ..calibration import LayerFit, warn_of_few_tokens
 from ..config import Config, GeneratedKV
 from ..cost import prefill_flops
 from ..cut import CUT_FIELDS, quarter_of_neurons
-from ..errors import ConfigError
 from ..mesh import dp_size
 from ..params import Llama
 from ..sharding import to_host
@@ -50,7 +48,8 @@ once; those of longer text are computed again for each pass."""
 class CutResult:
     """Measurements of one cut, with a delta that has not been trained. Means are per predicted
     token: of all tokens, or where generated tokens keep their own keys and values of those in the
-    second half of a row, whose first half is the prompt. Errors are standard errors over rows."""
+    second half of a row, whose first half is the prompt. Errors are standard errors over rows, None
+    where a single row counts: they are unknown then."""
 
     num_key_value_layers: int
     key_value_group_size: int
@@ -70,7 +69,7 @@ class CutResult:
     student_perplexity: float
     perplexity_loss: float
     """Share of the teacher's perplexity that the student's is above it."""
-    perplexity_loss_error: float
+    perplexity_loss_error: float | None
     far_nats: float | None
     """Nats lost on the predictions that depend on the far part of the row; None without any."""
     far_nats_error: float | None
@@ -104,6 +103,8 @@ class Analysis:
 
     init: Init
     """The start of the students."""
+    rows: int
+    """Number of rows with predicted tokens."""
     tokens: int
     """Number of predicted tokens."""
     far_tokens: int
@@ -113,27 +114,9 @@ class Analysis:
     teacher_perplexity: float
     similarity: list[list[float]]
     """[L+1][L+1]: mean cosine between the hidden states that enter layers i and j; L is the output
-    of the last layer."""
+    of the last layer. Like `heads` empty in an analysis that is not finished."""
     heads: list[LayerHeads]
     cuts: list[CutResult]
-
-
-def possible_cuts(
-    config: Config, lower: Iterable[int], groups: Iterable[int], init: Init
-) -> tuple[list[tuple[int, int]], dict[int, str]]:
-    """(K, g) for every K and each g at which the model can be cut and a student started, sorted;
-    and g -> why it cannot, of those that fit at no K."""
-    cuts, reasons = [], {}
-    for k, g in itertools.product(sorted(set(lower)), sorted(set(groups))):
-        try:
-            cut = config.cut(k, g)
-            if init == "closed-form":
-                check_groups(cut)
-            cuts.append((k, g))
-        except ConfigError as error:
-            reasons[g] = str(error)
-    fitting = {g for _, g in cuts}
-    return cuts, {g: reason for g, reason in reasons.items() if g not in fitting}
 
 
 class Sweep:
@@ -171,6 +154,11 @@ class Sweep:
         self._far_masks = [to_host(mask) for mask in self._far]
         self.tokens = int(sum(mask.sum() for mask in self._masks))
         self.far_tokens = int(sum(mask.sum() for mask in self._far_masks))
+        self.rows = sum(int((mask.sum(1) > 0).sum()) for mask in self._masks)
+        self.results: list[CutResult] = []
+        """What has been measured so far, in this order."""
+        self.on_result: Callable[[], None] = lambda: None
+        """Called after each student."""
 
     def starts(self, students: Sequence[Student]) -> Iterator[tuple[Student, CutKV]]:
         """The start of each student, in any order."""
@@ -247,7 +235,10 @@ class Sweep:
         sums = np.concatenate(parts, 1)
         counted, of_far = (np.concatenate(each) for each in zip(*counts, strict=True))
         r2 = _explained(start.layers, *map(sum, zip(*explained, strict=True)))
-        return self._result(cut, start, r2, sums, counted, of_far)
+        result = self._result(cut, start, r2, sums, counted, of_far)
+        self.results.append(result)
+        self.on_result()
+        return result
 
     def _result(
         self, cut: Config, start: CutKV, r2: list[LayerR2], sums, counted, far
@@ -266,7 +257,7 @@ class Sweep:
             teacher_perplexity=math.exp(teacher),
             student_perplexity=math.exp(student),
             perplexity_loss=math.expm1(lost),
-            perplexity_loss_error=math.exp(lost) * lost_error,
+            perplexity_loss_error=None if lost_error is None else math.exp(lost) * lost_error,
             far_nats=far_nats,
             far_nats_error=far_error,
             prefill_flops_share=self.cost(cut),
@@ -290,17 +281,19 @@ class Sweep:
         rows = dp_size(self.attention.mesh)
         return head_scores(self.config, self.llama, self.attention, rows=rows * -(-8 // rows))
 
-    def summary(self, cuts: Sequence[CutResult]) -> Analysis:
-        """The analysis of which `cuts` are the students."""
+    def summary(self, cuts: Sequence[CutResult], *, finished: bool = True) -> Analysis:
+        """The analysis of which `cuts` are the students. One that is not `finished` has no scores
+        of heads and no similarity, which take passes of the teacher."""
         whole = [cut for cut in cuts if cut.generated_kv == "boundary"] or cuts
         return Analysis(
             init=self.init,
+            rows=self.rows,
             tokens=self.tokens,
             far_tokens=self.far_tokens,
             calibration_tokens=self.calibration_tokens,
             teacher_perplexity=whole[0].teacher_perplexity,
-            similarity=self.similarity(),
-            heads=self.heads(),
+            similarity=self.similarity() if finished else [],
+            heads=self.heads() if finished else [],
             cuts=list(cuts),
         )
 
@@ -382,12 +375,15 @@ def _explained(fits: Sequence[LayerFit], means, products, tokens) -> list[LayerR
     return [LayerR2(fit.layer, *np.minimum(r2[fit.layer], 1.0).tolist()) for fit in fits]
 
 
-def _mean(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
-    """A mean over tokens, from sums over rows, and its standard error over rows."""
+def _mean(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float | None]:
+    """A mean over tokens, from sums over rows, and its standard error over rows: None where fewer
+    than two rows have tokens."""
     total = max(counts.sum(), 1)
     mean = sums.sum() / total
     rows = int((counts > 0).sum())
-    spread = np.square(sums - mean * counts).sum() * rows / max(rows - 1, 1)
+    if rows < 2:
+        return float(mean), None
+    spread = np.square(sums - mean * counts).sum() * rows / (rows - 1)
     return float(mean), float(np.sqrt(spread) / total)
 
 

@@ -22,10 +22,11 @@ from swiftkv_jax.sharding import batch_sharding, llama_shardings
 from swiftkv_jax.stacks import split_layers
 from swiftkv_jax.train import cut_kv, far_tokens, sweep_programs
 from swiftkv_jax.train.cut_kv import plan_passes
+from swiftkv_jax.train.cut_list import possible_cuts
 from swiftkv_jax.train.distill import Objective, distill_sums
 from swiftkv_jax.train.far_tokens import only_far
 from swiftkv_jax.train.recipe import Init
-from swiftkv_jax.train.sweep import Analysis, analyze_cuts, possible_cuts
+from swiftkv_jax.train.sweep import Analysis, analyze_cuts
 from swiftkv_jax.transformer import run_lower_layers, teacher
 
 CONFIG = Config(

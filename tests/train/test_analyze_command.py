@@ -3,16 +3,22 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from swiftkv_jax import demo
 from swiftkv_jax.attention import Attention
+from swiftkv_jax.calibration import LayerFit
+from swiftkv_jax.errors import DataError
 from swiftkv_jax.train import analyze, far_tokens
 from swiftkv_jax.train.__main__ import main
-from swiftkv_jax.train.sweep import CutResult, LayerR2, analyze_cuts
+from swiftkv_jax.train.analysis_table import describe_dips
+from swiftkv_jax.train.sweep import CutResult, LayerR2, Sweep, analyze_cuts
 from tests.train.test_analyze import BATCHES, CONFIG, LLAMA
+from tests.train.test_recommendation import cut as made_cut
 
 FUNCTION = "def f(x):\n    return x + 1\n\n\n"
 FLAGS = ["--rows", "2", "--max-length", "64", "--cuts", "50,K=6", "--groups", "1,2"]
@@ -47,6 +53,9 @@ def test_the_command_on_the_demo_model(tmp_path, capsys):
     assert found == [
         (k, *rest) for k in (4, 6) for rest in ((1, "boundary"), (1, "own"), (2, "boundary"))
     ]
+    assert result["finished"] and result["versions"]["jax"] and result["command"]
+    assert result["rows"] == 1 and result["max_length"] == 64, "a document's beginning is a row"
+    assert result["budget"] == {"max_perplexity_loss": 0.02, "max_far_loss": 0.15}
     assert (
         result["prompt_length"] == 1024
         and result["data"] == [str(tmp_path / "code.txt")]
@@ -62,7 +71,7 @@ def test_the_command_on_the_demo_model(tmp_path, capsys):
         assert row["of layers"] == f"{cut.num_key_value_layers / 8:.1%}"
         assert row["generated"] == cut.generated_kv, "rows of 64 are too short for a tail"
         assert row["far nats"] == far_tokens.far_cell(result["far_tokens"], cut.far_nats)
-        assert row["perplexity"].startswith(f"{cut.perplexity_loss:+.2%} ± ")
+        assert row["perplexity"] == f"{cut.perplexity_loss:+.2%}", "one row has no spread"
         assert cut.perplexity_loss == pytest.approx(
             cut.student_perplexity / cut.teacher_perplexity - 1, abs=1e-9
         )
@@ -93,6 +102,9 @@ def test_the_demo_models_cliff(tmp_path, capsys):
     assert "K=3: previous-token" not in output
     cuts = [CutResult(**cut) for cut in json.loads((folder / "analysis.json").read_text())["cuts"]]
     assert {(cut.generated_kv, cut.exact_tail) for cut in cuts} == {("own", 64)}
+    for cut, row in zip(cuts, rows_of(output, len(cuts)), strict=True):
+        error = cut.perplexity_loss_error
+        assert error and row["perplexity"] == f"{cut.perplexity_loss:+.2%} ± {error:.2%}"
     first, head, *improved = (cut for cut in cuts if cut.num_key_value_layers == 2)
     assert [cut.exact_head for cut in (first, head, *improved)] == [0, *[1] * (1 + len(improved))]
     programs = [(cut.prompt_attention_layers, cut.boundary_taps) for cut in (head, *improved)]
@@ -114,11 +126,56 @@ def test_the_command_with_copies_needs_no_other_text(tmp_path, capsys):
     assert output.splitlines()[-1] == "no recommendation: it needs students in closed form (`init`)"
 
 
-def test_the_number_of_calibration_tokens(tmp_path):
-    assert (
-        run_command(tmp_path, FUNCTION * 20, "--calibration-tokens", "50")["calibration_tokens"]
-        == 50
+def test_one_row_has_no_errors_and_the_next_command_fits_the_model(tmp_path, capsys, log):
+    """The demo model, given as any other, has fewer positions than the default length of rows."""
+    flags = ["--model", str(demo.LLAMA), "--rows", "1", "--calibration-tokens", "50"]
+    result = run_command(tmp_path, FUNCTION * 20, *flags)
+    assert result["calibration_tokens"] == 50 and result["rows"] == 1
+    errors = {(each["perplexity_loss_error"], each["far_nats_error"]) for each in result["cuts"]}
+    assert errors == {(None, None)}
+    assert "±" not in capsys.readouterr().out
+    assert " --max-length 1024 " in result["recommendation"]["command"]
+    assert any(message.startswith("`exact_tail` is 0, not 64: ") for message in log.messages)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, DataError("made up")])
+def test_what_was_measured_is_kept(error, tmp_path, monkeypatch, log):
+    """Whatever ends the analysis after the first student."""
+    measure = Sweep.measure
+
+    def once(sweep, cut, start):
+        if sweep.results:
+            raise error
+        return measure(sweep, cut, start)
+
+    monkeypatch.setattr(Sweep, "measure", once)
+    (tmp_path / "code.txt").write_text(FUNCTION * 20)
+    folder = tmp_path / "out"
+    data = ["--data", str(tmp_path / "code.txt"), "--output-dir", str(folder)]
+    assert main(["analyze", *data, *FLAGS]) == (130 if error is KeyboardInterrupt else 1)
+    result = json.loads((folder / "analysis.json").read_text())
+    assert result["finished"] is False and result["recommendation"] is None
+    assert len(result["cuts"]) == 1 and result["similarity"] == result["heads"] == []
+    assert CutResult(**result["cuts"][0]).perplexity_loss > 0
+    said = (
+        f"not finished: students measured so far, 1, are in {folder / 'analysis.json'}, without a"
     )
+    assert f"{said} recommendation" in log.messages
+
+
+def test_dips_are_compared_with_the_same_fit():
+    """A student of `boundary` beside them does not count."""
+
+    def fitted(r2: float, **fields: Any) -> CutResult:
+        layers = [LayerFit(layer, 0.9, 0.9, 1, 1) for layer in (2, 3, 4)]
+        layers[1] = LayerFit(3, r2, 0.9, 1, 1)
+        return made_cut(2, 0.5, 0.1, None, layers=layers, **fields)
+
+    boundary = fitted(0.81, generated_kv="boundary", exact_tail=0)
+    cuts = [boundary, fitted(0.72), fitted(0.73, exact_head=1)]
+    for given, expected in ((cuts, "0.72; with an exact head 0.73"), (cuts[:1], "0.81")):
+        lines = describe_dips(SimpleNamespace(cuts=given, heads=[]))  # type: ignore
+        assert lines == [f"K=2: the keys of layer 3 dip, R2 of the fit {expected}"]
 
 
 def test_few_tokens_to_calibrate_on_are_warned_of(tmp_path, log):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from swiftkv_jax.calibration import LayerFit
+from swiftkv_jax.errors import ConfigError
 from swiftkv_jax.train import cut_search
 from swiftkv_jax.train.cut_search import dips, search
 from swiftkv_jax.train.recommendation import Budget
@@ -31,13 +32,15 @@ class Made:
         """(K, M, taps), and 1 with an exact head."""
 
     def at(self, k, g=1, generated="boundary", layers=0, taps=0, head=0):
+        if layers and layers >= LAYERS - k:
+            raise ConfigError(f"prompt_attention_layers={layers}")
         return SimpleNamespace(k=k, layers=layers, taps=taps, head=head, generated=generated, g=g)
 
     def cost(self, cut):
         return (cut.k + 0.7 * cut.layers + 0.2 * cut.taps) / LAYERS
 
     def improved_starts(self, k, generated):
-        for layers in range(4):
+        for layers in range(min(4, LAYERS - k)):
             gain = 0.01 * layers
             yield (
                 layers,
@@ -99,6 +102,17 @@ def test_from_all_cuts_to_the_edge_of_the_budget(made):
 def test_no_other_cuts_than_those_named(made):
     search(made, [(20, 1), (22, 1)], ("own",), Budget(0.02, None), named=True)
     assert made.asked == [(20, 0, 0), (22, 0, 0), (20, 0, 0, 1), (20, 0, 1, 1)]
+
+
+@pytest.mark.parametrize("above", [1, 2, 3, 4])
+def test_no_more_prompt_layers_than_the_cut_allows(above, made):
+    """Nothing is within the budget, so all of them are tried."""
+    k = LAYERS - above
+    search(made, [(k, 1)], ("own",), Budget(1e-9, None), named=True)
+    tried = [(k, layers, taps, 1) for layers in range(above) for taps in (0, 1)]
+    assert made.asked[0] == (k, 0, 0)
+    assert {layers for _, layers, *_ in made.asked} == set(range(above))
+    assert set(made.asked[1:]) <= set(tried)
 
 
 def test_groups_are_measured_for_boundary_alone(made):

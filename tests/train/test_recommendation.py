@@ -125,6 +125,18 @@ def test_the_record_names_the_command():
     )
     names = {field.name for field in dataclasses.fields(found)}
     assert names | {"sentence", "command"} == record.keys()
+    short = found.record(30, "a model", ["x.jsonl"], None, 1024)["command"]
+    assert "--data x.jsonl --max-length 1024 --num-key-value-layers 20" in short
+
+
+def test_errors_that_are_unknown():
+    """Those of a single row are not shown and change no choice."""
+    unknown: dict[str, Any] = {"perplexity_loss_error": None, "far_nats_error": None}
+    found = recommend([dataclasses.replace(each, **unknown) for each in CUTS], Budget(), MANY)
+    known = recommend(CUTS, Budget(), MANY)
+    assert found is not None and known is not None
+    assert found == dataclasses.replace(known, **unknown)
+    assert "; +2.0% of perplexity, +0.150 nats on far tokens; " in found.describe(30)
 
 
 @pytest.mark.parametrize(
