@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import logging
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from .. import cli
 from ..attention import Attention
 from ..checkpoints import load, open_any
-from ..checkpoints.hub import local_path, repository_of
+from ..checkpoints.hub import local_path
 from ..cli.devices import join_and_emulate
 from ..config import GENERATED_KV, Config, GeneratedKV
 from ..distributed import check_all_take_part, is_main_process
@@ -30,7 +30,7 @@ from .cut_list import NamedCut, parse_cuts, possible_cuts
 from .cut_search import search
 from .data.batches import batches_of
 from .data.excerpts import read_excerpts
-from .given_analysis import ANALYSIS
+from .given_analysis import ANALYSIS, model_name
 from .plots import draw_analysis
 from .recipe import DEMO, Init, Recipe, check_calibration_tokens
 from .recommendation import Budget, Recommendation, parse_budget, recommend
@@ -260,9 +260,7 @@ def settle(options: AnalyzeOptions) -> SweepSettings:
         raise UsageError(f"`groups`={options.groups}: none fits at any of the cuts: {why}")
     for reason in reasons.values():
         logger.warning("left out: %s", reason)
-    repository = repository_of(Path(model))
-    name = Path(repository[0] if repository else model).resolve().name
-    folder = options.output_dir or Path("runs") / f"analyze-{name}"
+    folder = options.output_dir or Path("runs") / f"analyze-{model_name(model)}"
     data, length = options.data or DEMO.data, checked_lengths(options, config)
     generated, tail = choose_generated(options)
     budget = parse_budget(options.max_perplexity_loss, options.max_far_loss)
@@ -336,6 +334,7 @@ def write_document(found: Findings, options: AnalyzeOptions, *, finished: bool =
         "max_length": options.max_length,
         "prompt_length": settings.prompt_length,
         "num_layers": num_layers,
+        "options": recorded_options(options),
         "budget": {
             "max_perplexity_loss": settings.budget.perplexity_loss,
             "max_far_loss": settings.budget.far_loss,
@@ -345,3 +344,10 @@ def write_document(found: Findings, options: AnalyzeOptions, *, finished: bool =
         else recommendation.record(num_layers, *_next_run(options, settings)),
     }
     write_json(settings.folder / ANALYSIS, facts | dataclasses.asdict(analysis))
+
+
+def recorded_options(options: AnalyzeOptions) -> dict[str, Any]:
+    """Those that the figures depend on, as `analysis.json` has them, beside its own fields."""
+    elsewhere = "model", "revision", "data", "dtype", "max_length", "prompt_length", "mesh"
+    fields = dataclasses.asdict(options)
+    return {name: value for name, value in fields.items() if name not in (*elsewhere, "output_dir")}

@@ -8,19 +8,17 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ..cli.model_options import add_process_arguments, add_revision
-from ..cut import CUT_FIELDS
 from ..errors import UsageError
 from ..pallas_kernels import IMPLEMENTATIONS
 from ..presets import PRESETS
 from .cut_arguments import add_cut
-from .given_analysis import recommended_cut
 from .objective import HiddenLoss, LossAverage, LossMask, Padding
 from .recipe import DEMO, RECIPES, Init, Recipe
 
 PROCESS_ARGUMENTS = "coordinator_address", "num_processes", "process_id"
 """Names of what `add_process_arguments` adds."""
 NOT_IN_RECIPE = (
-    *("recipe", "revision", "analysis", "dry_run", "topology", "keep_delta"),
+    *("recipe", "revision", "dry_run", "topology", "keep_delta"),
     *PROCESS_ARGUMENTS,
 )
 """Names of arguments that are no fields of `Recipe`."""
@@ -317,8 +315,7 @@ def make_recipe(
     """The `given` fields over those of `demo` where no model is named, else over the defaults of
     `Recipe`. Raises `UsageError`, which names the `command`, for arguments that are missing."""
     if args.analysis is not None:
-        named = {name: given[name] for name in CUT_FIELDS if name in given}
-        given.update(recommended_cut(args.analysis) | named)
+        demo = dataclasses.replace(demo, num_key_value_layers=None)
     if given.get("max_steps") is not None and "num_train_epochs" in given:
         raise UsageError("give `max_steps` or `num_train_epochs`, not both")
     if args.model is None:

@@ -41,6 +41,7 @@ from .evaluation import (
     warn_of_far_loss,
 )
 from .far_tokens import FAR_NATS, MIN_FAR_TOKENS, far_cell
+from .given_analysis import warn_over_budget
 from .output_folder import prepare_folder, removed_if_empty
 from .recipe import DEMO, Recipe
 from .setup import (
@@ -167,6 +168,10 @@ def run(recipe: Recipe, *, keep_delta: bool = False) -> None:
         if results:
             print(table(results, config, HELD_OUT if chosen is None else LEFT))
             warn_of_losses(results, config, keep_delta=keep_delta)
+            *_, last = results.values()
+            share = last["perplexity"] / last["teacher_perplexity"] - 1
+            remedy = "distil it, or keep more layers (`num_key_value_layers`)"
+            warn_over_budget(recipe, config, share, remedy)
         write_json(
             recipe.output_dir / CALIBRATION,
             {

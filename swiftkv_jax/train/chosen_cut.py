@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
+from pathlib import Path
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -20,20 +20,26 @@ from ..model import default_dtype
 from .analyze import (
     ANALYSIS_TOKENS_PER_DIMENSION,
     AnalyzeOptions,
-    Findings,
     measure,
+    recorded_options,
     report,
     settle,
+)
+from .far_tokens import MIN_FAR_TOKENS
+from .given_analysis import (
+    FOLDER,
+    filled_cut,
+    read_analysis,
+    with_analysis,
+    with_recommendation,
 )
 from .output_folder import prepare_folder, removed_if_empty
 from .progress import peak_flops
 from .recipe import Recipe
-from .recommendation import describe_cut
+from .recommendation import Recommendation
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "analysis"
-"""In the output folder."""
 LONGEST = 30 * 60
 """Seconds that an analysis may take, by its operations, before half of the layers are taken."""
 UTILISATION = 0.3
@@ -45,56 +51,89 @@ STUDENTS = 25
 def with_cut(recipe: Recipe, source: Source, mesh: Mesh) -> Recipe:
     """The recipe with the recommended cut, if it names none and the model has none.
 
-    A run that continues has its recorded one. Where there is no recommendation, the recipe stays as
-    it is, and half of the layers are taken: the log says why.
+    What it names of the cut stays. A run that continues has its recorded cut, and one that was
+    interrupted before that its own analysis. Where there is no recommendation, or none with
+    a loss on far tokens, the recipe stays as it is, and half of the layers are taken: the log
+    says why. With an `analysis` it is that one's, see `with_analysis`.
     """
+    if recipe.analysis is not None:
+        return with_analysis(recipe, source.config)
     if recipe.num_key_value_layers is not None or source.config.num_upper_layers:
         return recipe
-    if (recipe.output_dir / EXPORT).exists():
-        return recipe  # which is refused, or finished
     recorded = recipe.output_dir / RECIPE
     if recorded.is_file():
         found = read_json(recorded).get("config", {})
-        cut = {name: found[name] for name in CUT_FIELDS if name in found}
-        return dataclasses.replace(recipe, **cut)
-    if reason := _no_analysis(recipe, source.config, mesh):
-        logger.warning("half of the layers keep their own keys and values: %s", reason)
-        return recipe
+        return filled_cut(recipe, {name: found[name] for name in CUT_FIELDS if name in found})
+    if (recipe.output_dir / EXPORT).exists():
+        return recipe  # which is refused
     try:
-        with removed_if_empty(recipe.output_dir):
-            prepare_folder(recipe.output_dir, recipe.model)
-            found = _analyze(recipe, source.config, mesh)
-    except (ConfigError, DataError, UsageError) as error:
-        found, reason = None, f"no analysis: {error}"
-    else:
-        reason = "no recommendation: too few far tokens in the data"
-    if found is None or found.recommendation is None:
+        chosen = _recommendation(recipe, source.config, mesh)
+    except _NotRecommendedError as reason:
         logger.warning("half of the layers keep their own keys and values: %s", reason)
         return recipe
-    chosen, num_layers = found.recommendation, found.num_layers
-    level = logging.INFO if chosen.within_budget else logging.WARNING
-    logger.log(level, "%s", chosen.describe(num_layers))
-    given = {name: getattr(recipe, name) for name in CUT_FIELDS}
-    chosen = dataclasses.replace(
-        chosen, **{name: value for name, value in given.items() if value is not None}
-    )
-    logger.info(
-        "taking %s; name another with `num_key_value_layers`", describe_cut(chosen, num_layers)
-    )
-    return dataclasses.replace(recipe, **chosen.cut)
+    return with_recommendation(recipe, source.config, chosen)
 
 
-def _no_analysis(recipe: Recipe, config: Config, mesh: Mesh) -> str | None:
-    """Why there is no analysis; None if there is one."""
+class _NotRecommendedError(Exception):
+    """Why no cut is recommended."""
+
+
+def _recommendation(recipe: Recipe, config: Config, mesh: Mesh) -> Recommendation:
+    """That of an analysis, by which losses on far tokens are known. Raises
+    `_NotRecommendedError`."""
     if recipe.init != "closed-form":
-        return f"an analysis is of students in closed form, not of `init`={recipe.init}"
-    seconds = estimate(config, recipe) / (UTILISATION * _peak(recipe, mesh))
-    if seconds > LONGEST:
-        return (
-            f"an analysis would take about {seconds / 60:,.0f} minutes here; run swiftkv train "
-            f"analyze with fewer `cuts` or on a faster machine, and name its folder with `analysis`"
+        raise _NotRecommendedError(
+            f"an analysis is of students in closed form, not of `init`={recipe.init}"
         )
-    return None
+    chosen = _made_before(recipe, config)
+    if chosen is None:
+        if reason := _takes_too_long(recipe, config, mesh):
+            raise _NotRecommendedError(reason)
+        try:
+            with removed_if_empty(recipe.output_dir):
+                prepare_folder(recipe.output_dir, recipe.model)
+                chosen = _analyze(recipe, config, mesh)
+        except (ConfigError, DataError, UsageError) as error:
+            raise _NotRecommendedError(f"no analysis: {error}") from None
+    if chosen is None or chosen.far_is_unknown:
+        raise _NotRecommendedError(
+            f"too few far tokens to recommend a cut ({MIN_FAR_TOKENS} are needed); run swiftkv "
+            f"train analyze with more `rows` or longer ones, and name its folder with `analysis`"
+        )
+    return chosen
+
+
+def _made_before(recipe: Recipe, config: Config) -> Recommendation | None:
+    """The recommendation of this run's own analysis, if one with the same options is there."""
+    folder, options = recipe.output_dir / FOLDER, _options(recipe, config)
+    try:
+        found = read_analysis(folder)
+    except (DataError, UsageError):
+        return None
+    same = {
+        "model": str(Path(recipe.model)),
+        "data": list(options.data),
+        "dtype": options.dtype,
+        "max_length": options.max_length,
+        "options": recorded_options(options),
+    }
+    if found.num_layers != config.num_layers or any(
+        found.document.get(name) != value for name, value in same.items()
+    ):
+        return None
+    logger.info("taking the analysis in %s again; remove it to make another", folder)
+    return found.recommendation
+
+
+def _takes_too_long(recipe: Recipe, config: Config, mesh: Mesh) -> str | None:
+    """Why there is no analysis if it would take longer than `LONGEST`; None if it would not."""
+    seconds = estimate(config, recipe) / (UTILISATION * _peak(recipe, mesh))
+    if seconds <= LONGEST:
+        return None
+    return (
+        f"an analysis would take about {seconds / 60:,.0f} minutes here; run swiftkv train "
+        f"analyze with fewer `cuts` or on a faster machine, and name its folder with `analysis`"
+    )
 
 
 def _peak(recipe: Recipe, mesh: Mesh) -> float:
@@ -128,11 +167,11 @@ def _options(recipe: Recipe, config: Config) -> AnalyzeOptions:
     )
 
 
-def _analyze(recipe: Recipe, config: Config, mesh: Mesh) -> Findings:
+def _analyze(recipe: Recipe, config: Config, mesh: Mesh) -> Recommendation | None:
     options = _options(recipe, config)
     settings = settle(options)
     found = measure(options, settings, mesh)
     if is_main_process():
         settings.folder.mkdir(exist_ok=True)
         report(found, options)
-    return found
+    return found.recommendation

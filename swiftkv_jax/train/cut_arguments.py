@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from ..config import GENERATED_KV
 
@@ -19,7 +18,7 @@ def add_cut(parser: argparse._ActionsContainer, what_for: str) -> None:
         help="layers that keep their own keys and values (default: as in the model's delta, or as "
         "an analysis of the data recommends; demo: half)",
     )
-    flag("--analysis", type=Path, metavar="DIR", help="take the cut that this one recommends")
+    flag("--analysis", metavar="DIR", help="take the cut that this one recommends")
     flag(
         "--key-value-group-size",
         type=int,

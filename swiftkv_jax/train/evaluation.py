@@ -202,6 +202,15 @@ def log_far_loss(folder: Path, step: int) -> tuple[int, float | None]:
     return tokens, after
 
 
+def perplexity_loss(folder: Path, step: int) -> float | None:
+    """Share of the teacher's perplexity that a run in `folder` lost on held-out text after `step`;
+    None if it was not measured."""
+    for row in read_metrics(folder / METRICS):
+        if row["step"] == step and EVAL_LOSS in row:
+            return row["eval_student_perplexity"] / row["eval_teacher_perplexity"] - 1
+    return None
+
+
 def far_of(row: Mapping[str, Any]) -> tuple[int, float | None]:
     """(far tokens, nats lost on them; None if there are none) of an evaluation's row."""
     return row[EVAL_FAR_TOKENS], row.get(EVAL_FAR_NATS)

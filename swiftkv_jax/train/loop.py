@@ -34,7 +34,9 @@ from .evaluation import (
     load_held_out,
     log_far_loss,
     noted_far_loss,
+    perplexity_loss,
 )
+from .given_analysis import warn_over_budget
 from .metrics import EVAL_LOSS, MetricsRecorder
 from .output_folder import prepare_folder, removed_if_empty
 from .profiling import ProfileWindow
@@ -165,6 +167,9 @@ def run(recipe: Recipe) -> RunResult:
     files = model.auxiliary_files
     if is_main_process():  # which writes them
         lost = log_far_loss(recipe.output_dir, int(state.step))
+        share = perplexity_loss(recipe.output_dir, int(state.step))
+        remedy = "train it longer, or keep more layers (`num_key_value_layers`)"
+        warn_over_budget(recipe, config, share, remedy)
         files = noted_far_loss(files, "training", *lost)
         # Before the export, because a run that has its model is finished and not started again.
         write_report(recipe.output_dir)

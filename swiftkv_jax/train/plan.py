@@ -32,6 +32,7 @@ from ..mesh import MeshShape, make_mesh
 from ..params import llama_shapes, swiftkv_shapes
 from ..presets import PRESETS
 from ..topology import ENVIRONMENT, topology_mesh
+from .given_analysis import with_analysis
 from .memory import fits, memory_per_device
 from .recipe import Recipe
 from .serving_plan import serving_table
@@ -82,6 +83,7 @@ def planned_model(
             f"{', '.join(PRESETS)}"
         )
     teacher = preset or auxiliary_files_of(Path(recipe.model))[0]
+    recipe = with_analysis(recipe, teacher)
     config = cut_model(recipe, teacher)
     if recipe.num_key_value_layers is None and not teacher.num_upper_layers:
         logger.info(

@@ -95,6 +95,8 @@ class Recipe:
     """`Config.exact_tail`; None: as in the model."""
     exact_head: int | None = None
     """`Config.exact_head`; None: as in the model."""
+    analysis: str | None = None
+    """Folder of an analysis, whose recommendation the fields above that are None come from."""
     init: Init = "closed-form"
     """Start of the delta if the checkpoint has none at this cut: least squares on calibration
     tokens (`calibration`), or a copy of the teacher's projections
@@ -264,6 +266,7 @@ NOT_STEERING = (
     "model",
     "data",
     *CUT_FIELDS,
+    "analysis",
     "init",
     "calibration_tokens",
     "max_steps",

@@ -125,6 +125,11 @@ class Recommendation:
         """The fields that are those of a cut, by the names of a recipe."""
         return {name: getattr(self, name) for name in CUT_FIELDS}
 
+    @property
+    def far_is_unknown(self) -> bool:
+        """Whether the budget limits the loss on far tokens, which are too few to know it."""
+        return self.max_far_loss is not None and self.far_nats is None
+
     def is_of(self, cut: CutResult) -> bool:
         """Whether `cut` is the recommended student."""
         return all(getattr(cut, name) == value for name, value in self.cut.items())
@@ -137,14 +142,15 @@ class Recommendation:
         error = plus_minus(self.perplexity_loss_error, ".1%")
         losses = f"{self.perplexity_loss:+.1%}{error} of perplexity"
         if self.far_nats is None:
-            few = f"too few ({MIN_FAR_TOKENS} are needed: measure more `rows`)"
+            few = f"too few to say ({MIN_FAR_TOKENS} are needed: measure more `rows`)"
             losses += f", unknown on far tokens, of which there are {few}"
         else:
             error = plus_minus(self.far_nats_error, ".3f")
             losses += f", {self.far_nats:+.3f}{error} nats on far tokens"
         cost = f"{self.prefill_flops_share:.1%} of the teacher's prefill"
         if self.within_budget:
-            return f"recommended within {budget}: {what}; {losses}; {cost}"
+            alone = " alone" if self.far_is_unknown else ""
+            return f"recommended within {budget}{alone}: {what}; {losses}; {cost}"
         return f"none is within {budget}{self._misses()}: the nearest is {what}; {losses}; {cost}"
 
     def _misses(self) -> str:

@@ -19,6 +19,7 @@ from swiftkv_jax.train import evaluation, far_tokens, start
 from swiftkv_jax.train.__main__ import main
 from tests import tiny
 from tests.test_cost import CONFIG
+from tests.train.test_chosen_cut import write_analysis
 
 TEXT = "def f(x):\n    return x + 1\n\n\nclass A:\n    def g(self, y):\n        return [self, y]\n"
 
@@ -47,7 +48,11 @@ def calibrate(folder: Path, *flags: str) -> int:
 
 
 def test_it_writes_a_model_and_a_record(folder, capsys):
-    flags = ["--num-key-value-layers", "2", "--key-value-group-size", "2"]
+    """Of the cut in an analysis, one whose budget no student holds."""
+    found = {"num_layers": 6, "generated_kv": "boundary", "exact_tail": 0, "boundary_taps": 0}
+    found |= {"num_key_value_layers": 2, "max_perplexity_loss": -1.0}
+    write_analysis(folder / "analysis", model=str(folder / "teacher"), **found)
+    flags = ["--analysis", str(folder / "analysis"), "--key-value-group-size", "2"]
     flags += ["--eval-data", str(folder / "text.txt"), "--output-dir", str(folder / "out")]
     assert calibrate(folder, *flags) == 0
     record = json.loads((folder / "out" / "calibration.json").read_text())
@@ -56,7 +61,9 @@ def test_it_writes_a_model_and_a_record(folder, capsys):
     held_out = record["held_out"]
     assert held_out["calibrated"]["kl"] < held_out["copied"]["kl"]
     assert held_out["calibrated"]["far_tokens"] == held_out["copied"]["far_tokens"]
-    table = capsys.readouterr().out
+    table, error = capsys.readouterr()
+    assert "--key-value-group-size 2: given instead of what is recommended" in error
+    assert "of perplexity on held-out text, more than the -100% that the cut was" in error
     copied = held_out["copied"]
     assert copied["tokens"] > 100
     title = f"{copied['tokens']:,} tokens of held-out text; teacher's perplexity "

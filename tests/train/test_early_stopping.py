@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 from swiftkv_jax.train.__main__ import main
+from tests.train.test_chosen_cut import write_analysis
 
 TEXT = (
     "def f(x):\n    return x + 1\n\n\nclass A:\n    def g(self, y):\n        return [self, y]\n\n"
@@ -14,7 +15,7 @@ TEXT = (
 
 def test_a_run_stops_when_the_held_out_loss_has_not_fallen_and_stays_stopped(tmp_path, capsys):
     """At a learning rate that changes no weight, the held-out loss is the same from the first
-    evaluation on."""
+    evaluation on. What it lost is more than the analysis in its folder allows its cut."""
     code, run = tmp_path / "code.txt", tmp_path / "run"
     code.write_text(TEXT)
     settings = (
@@ -32,12 +33,14 @@ def test_a_run_stops_when_the_held_out_loss_has_not_fallen_and_stays_stopped(tmp
         "--output-dir",
         str(run),
     ]
+    write_analysis(run / "analysis", num_key_value_layers=4, max_perplexity_loss=1e-6)
     for _ in range(2):
         assert main(command) == 0
         error = capsys.readouterr().err
         assert (
             "step 4: the held-out loss has not fallen in 2 evaluations" in error
             and "finished after step 4 of 12" in error
+            and "of perplexity on held-out text, more than the 0.0001% that the cut was" in error
         )
         assert [row["step"] for row in steps(run)] == [1, 2, 3, 4]
         shutil.rmtree(run / "model")  # as after a kill in the export
