@@ -69,21 +69,21 @@ SHIPPED = (
 """(what, result) of the shipped student, as its training printed them."""
 
 DEMO = (
-    f"{'':41}{'teacher':16}{'SwiftKV 50%':18}+ 2-way AcrossKV\n"
-    + "-" * 93
+    f"{'':41}{'teacher':17}{'SwiftKV 50%':19}+ 2-way AcrossKV\n"
+    + "-" * 94
     + """
-prefill FLOPs, 896 tokens                4.55 G  (100%)  2.70 G  (59%)     2.64 G  (58%)
-prefill time, 4 x 896 tokens             0.25 s  (100%)  0.15 s  (58%)     0.14 s  (55%)
-time per output token, 4 rows            5.9 ms  (100%)  5.5 ms  (93%)     5.1 ms  (87%)
-KV cache bytes per token, float32        4,096  (100%)   4,096  (100%)     3,072  (75%)
-held-out perplexity, projections copied  13.512          13.946  (+3.21%)  28.776  (+112.96%)
-the same in closed form, no training     13.512          13.618  (+0.78%)  14.816  (+9.65%)
-the same after 16 steps from there       13.512          13.602  (+0.66%)  14.229  (+5.30%)
-closed form, lost on far tokens                          +0.030 nats       +0.299 nats
-after a prompt of 256, closed form       13.227          13.383  (+1.17%)  14.489  (+9.54%)
-where these keep their own keys, values  13.227          13.242  (+0.11%)
-and the prompt's last 64 do              13.227          13.216  (-0.08%)
-then lost on far tokens                                  -0.020 nats"""
+prefill FLOPs, 896 tokens                4.55 G  (100%)   2.70 G  (59%)     2.64 G  (58%)
+prefill time, 4 x 896 tokens             0.67 s  (100%)   0.37 s  (55%)     0.38 s  (57%)
+time per output token, 4 rows            14.5 ms  (100%)  14.6 ms  (101%)   13.6 ms  (94%)
+KV cache bytes per token, float32        4,096  (100%)    4,096  (100%)     3,072  (75%)
+held-out perplexity, projections copied  13.512           13.946  (+3.21%)  28.776  (+112.96%)
+the same in closed form, no training     13.512           13.617  (+0.77%)  14.807  (+9.58%)
+the same after 16 steps from there       13.512           13.601  (+0.66%)  14.231  (+5.32%)
+closed form, lost on far tokens                           +0.029 nats       +0.298 nats
+after a prompt of 256, closed form       13.227           13.380  (+1.16%)  14.483  (+9.49%)
+where these keep their own keys, values  13.227           13.242  (+0.11%)
+and the prompt's last 64 do              13.227           13.214  (-0.10%)
+then lost on far tokens                                   -0.041 nats"""
 )
 """The table that one `make demo` ended in."""
 

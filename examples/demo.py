@@ -1,5 +1,5 @@
 """The whole path on the demo model: convert, calibrate, distil, generate, compare. `make demo` runs
-it, in three minutes on two cores.
+it, in five minutes on two cores.
 
     python examples/demo.py [FOLDER]
 
