@@ -49,7 +49,8 @@ def test_figures_of_the_readme_are_the_measured_ones():
 
 
 def test_students_of_a_real_model_in_the_readme_are_the_measured_ones():
-    (document,) = real_documents()
+    documents = {one["model"]["name"]: one for one in real_documents()}
+    document = documents["smollm2-135m"]
     layers, rows = document["model"]["layers"], []
     for cell in document["cells"]:
         program = Program(**{field.name: cell.get(field.name, 0) for field in fields(Program)})
@@ -73,6 +74,17 @@ def test_students_of_a_real_model_in_the_readme_are_the_measured_ones():
             )
     shown = [line for line in text_of(README).splitlines() if f" of {layers} | " in line]
     assert len(shown) > 4 and set(shown) <= set(rows)
+    qwen = next(
+        cell
+        for cell in documents["qwen2.5-coder-0.5b"]["cells"]
+        if cell["num_key_value_layers"] == 16 and not cell["exact_head"]
+    )
+    english, code = (100 * qwen["texts"][kind]["above"]["value"] for kind in ("english", "code"))
+    assert (
+        f"16 of 24 layers in closed form: {english:.1f} and {code:.1f} % of perplexity, far "
+        f"{qwen['far']['lost']['value']:.2f}"
+    ) in " ".join(text_of(README).split())
+    assert qwen["tasks"]["recall"]["difference"]["value"] == 0
     tasks = document["cells"][0]["tasks"]
     assert f"{tasks['recall']['teacher']:.0%}" == "70%"
     assert f"{tasks['identifiers']['teacher']:.0%}" == "30%"
