@@ -186,8 +186,8 @@ def run(args: argparse.Namespace) -> int:
     teacher = skv.load(args.model)
     results = Results.open(name_of(args), teacher, settings_of(args), args.output)
     cells = [cell for cell in cells if not _is_measured(results, cell)]
-    data = () if all(delta_of(args, cell).exists() for cell in cells) else None
-    data = training_data(args, plan, teacher) if data is None else data
+    all_trained = all(delta_of(args, cell).exists() for cell in cells)
+    data = () if all_trained else training_data(args, plan, teacher)
     bench = None
     if not args.train_only:
         bench = Bench(teacher, settings_of(args), [cell.num_key_value_layers for cell in cells])

@@ -79,7 +79,7 @@ class _NotRecommendedError(Exception):
 
 
 def _recommendation(recipe: Recipe, config: Config, mesh: Mesh) -> Recommendation:
-    """That of an analysis, by which losses on far tokens are known. Raises
+    """Take the recommendation of an analysis in which losses on far tokens are known. Raises
     `_NotRecommendedError`."""
     if recipe.init != "closed-form":
         raise _NotRecommendedError(

@@ -34,7 +34,7 @@ _KINDS = {
 
 
 class GivenAnalysis(NamedTuple):
-    """What a run needs of `analysis.json`."""
+    """The parts of `analysis.json` that a run needs."""
 
     model: str
     """The path of the model that was measured."""

@@ -127,7 +127,7 @@ class Recommendation:
 
     @property
     def far_is_unknown(self) -> bool:
-        """Whether the budget limits the loss on far tokens, which are too few to know it."""
+        """True if the budget limits the loss on far tokens and these are too few to know it."""
         return self.max_far_loss is not None and self.far_nats is None
 
     def is_of(self, cut: CutResult) -> bool:
@@ -185,8 +185,8 @@ class Recommendation:
         revision: str | None = None,
         max_length: int | None = None,
     ) -> str:
-        """What to run next: `calibrate`, or `train` where the closed form alone loses too much.
-        `max_length` is that of its rows, None the default."""
+        """The command to run next: `calibrate`, or `train` where the closed form alone loses too
+        much. `max_length` is that of its rows, None the default."""
         words = ["swiftkv", "train", *(["calibrate"] if self.within_budget else [])]
         if model is not None:
             words += ["--model", model, *(["--revision", revision] if revision else [])]

@@ -156,7 +156,7 @@ class Sweep:
         self.far_tokens = int(sum(mask.sum() for mask in self._far_masks))
         self.rows = sum(int((mask.sum(1) > 0).sum()) for mask in self._masks)
         self.results: list[CutResult] = []
-        """What has been measured so far, in this order."""
+        """Measurements so far, in their order."""
         self.on_result: Callable[[], None] = lambda: None
         """Called after each student."""
 
