@@ -24,16 +24,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from swiftkv_jax import cli
-from swiftkv_jax.attention import Attention
-from swiftkv_jax.batch import Batch, unpacked_batch
 from swiftkv_jax.calibration.delta import fit_delta
 from swiftkv_jax.calibration.moments import Moments, add_batch, zero_moments
-from swiftkv_jax.config import Config
-from swiftkv_jax.cost import calibration_flops_by_part
-from swiftkv_jax.hardware import GIB
 from swiftkv_jax.infer.bench.dummy import dummy_model
-from swiftkv_jax.params import Llama
-from swiftkv_jax.presets import LLAMA_8B
+from swiftkv_jax.model.attention import Attention
+from swiftkv_jax.model.batch import Batch, unpacked_batch
+from swiftkv_jax.model.config import Config
+from swiftkv_jax.model.params import Llama
+from swiftkv_jax.plan.cost import calibration_flops_by_part
+from swiftkv_jax.plan.hardware import GIB
+from swiftkv_jax.plan.presets import LLAMA_8B
 from swiftkv_jax.train.recipe import TOKENS_PER_DIMENSION
 
 from . import report

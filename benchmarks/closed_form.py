@@ -26,22 +26,22 @@ import numpy as np
 from jax.sharding import Mesh
 
 from swiftkv_jax import cli
-from swiftkv_jax.attention import Attention
-from swiftkv_jax.batch import Batch
-from swiftkv_jax.boundary import project_kv
 from swiftkv_jax.checkpoints import open_any
-from swiftkv_jax.config import Config
-from swiftkv_jax.decoder_layers import delta_queries, self_layer, with_queries
-from swiftkv_jax.mesh import emulate_cpu_devices, make_mesh, parse_mesh
-from swiftkv_jax.model import Model
-from swiftkv_jax.packed_attention import head_major
-from swiftkv_jax.params import Llama, SwiftKV, require_teacher
-from swiftkv_jax.rope import group_table, rope_tables
+from swiftkv_jax.model.attention import Attention
+from swiftkv_jax.model.batch import Batch
+from swiftkv_jax.model.boundary import project_kv
+from swiftkv_jax.model.config import Config
+from swiftkv_jax.model.decoder_layers import delta_queries, self_layer, with_queries
+from swiftkv_jax.model.mesh import emulate_cpu_devices, make_mesh, parse_mesh
+from swiftkv_jax.model.model import Model
+from swiftkv_jax.model.packed_attention import head_major
+from swiftkv_jax.model.params import Llama, SwiftKV, require_teacher
+from swiftkv_jax.model.rope import group_table, rope_tables
 from swiftkv_jax.train.data.loader import DatasetMixture
 from swiftkv_jax.train.data.prepare import prepare
 from swiftkv_jax.train.recipe import DEMO, Recipe
-from swiftkv_jax.train.setup import cut_model, load_model, open_tokenizer
-from swiftkv_jax.train.start import initialize_delta
+from swiftkv_jax.train.run.setup import cut_model, load_model, open_tokenizer
+from swiftkv_jax.train.run.start import initialize_delta
 
 from . import report
 from .markdown import section, table

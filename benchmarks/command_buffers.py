@@ -38,8 +38,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from swiftkv_jax import cli
-from swiftkv_jax.cache import bytes_per_token
-from swiftkv_jax.config import Config
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer import Engine, EngineOptions, Request, SamplingParams
 from swiftkv_jax.infer.bench.dummy import dummy_model
@@ -50,9 +48,11 @@ from swiftkv_jax.infer.runner.lowering import (
     lower_program,
 )
 from swiftkv_jax.infer.runner.model_runner import ModelRunner
-from swiftkv_jax.model import Model
-from swiftkv_jax.presets import LLAMA_8B
-from swiftkv_jax.topology import topology_mesh
+from swiftkv_jax.model.cache import bytes_per_token
+from swiftkv_jax.model.config import Config
+from swiftkv_jax.model.model import Model
+from swiftkv_jax.plan.presets import LLAMA_8B
+from swiftkv_jax.plan.topology import topology_mesh
 
 from . import report, thunks
 from .report import TOPOLOGY

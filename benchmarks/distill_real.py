@@ -39,19 +39,19 @@ from swiftkv_jax.checkpoints import open_any
 from swiftkv_jax.checkpoints.hf_read import load_delta
 from swiftkv_jax.checkpoints.hf_write import write_hf
 from swiftkv_jax.checkpoints.source import from_model
-from swiftkv_jax.cost import train_flops_per_token
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.hardware import HARDWARE
-from swiftkv_jax.io import files
-from swiftkv_jax.model import Model
-from swiftkv_jax.stacks import split_layers
-from swiftkv_jax.train import loop
+from swiftkv_jax.model.model import Model
+from swiftkv_jax.model.stacks import split_layers
+from swiftkv_jax.model.transformer import Remat
+from swiftkv_jax.plan.cost import train_flops_per_token
+from swiftkv_jax.plan.hardware import HARDWARE
+from swiftkv_jax.process import files
 from swiftkv_jax.train.data.prepare import prepare
 from swiftkv_jax.train.data.sources import DataSource
-from swiftkv_jax.train.metrics import METRICS, read_metrics
 from swiftkv_jax.train.recipe import Recipe
-from swiftkv_jax.train.setup import cut_model, open_tokenizer
-from swiftkv_jax.transformer import Remat
+from swiftkv_jax.train.run import loop
+from swiftkv_jax.train.run.metrics import METRICS, read_metrics
+from swiftkv_jax.train.run.setup import cut_model, open_tokenizer
 
 from .real import corpus, generations, parts, table
 from .real.__main__ import add_flags, name_of, settings_of

@@ -35,11 +35,11 @@ import numpy as np
 import swiftkv_jax as skv
 from swiftkv_jax import cli
 from swiftkv_jax.checkpoints.hf_config import config_to_hf
-from swiftkv_jax.config import Config, LayerKind, Rope
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer import Engine, EngineOptions, Request, SamplingParams
 from swiftkv_jax.infer.bench.dummy import dummy_model
-from swiftkv_jax.model import Model, add_swiftkv
+from swiftkv_jax.model.config import Config, LayerKind, Rope
+from swiftkv_jax.model.model import Model, add_swiftkv
 
 from . import report
 

@@ -21,9 +21,9 @@ import numpy as np
 
 from swiftkv_jax import cli
 from swiftkv_jax.checkpoints import open_any
-from swiftkv_jax.mesh import emulate_cpu_devices, make_mesh, parse_mesh
-from swiftkv_jax.train.setup import cut_model, load_model
-from swiftkv_jax.train.start import initialize_delta
+from swiftkv_jax.model.mesh import emulate_cpu_devices, make_mesh, parse_mesh
+from swiftkv_jax.train.run.setup import cut_model, load_model
+from swiftkv_jax.train.run.start import initialize_delta
 
 from . import report
 from .closed_form import MESH, compared, open_teacher

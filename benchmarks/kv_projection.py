@@ -29,15 +29,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from swiftkv_jax import cli, layers
-from swiftkv_jax.boundary import project_fused_kv
-from swiftkv_jax.cache import Pool, write_pages
-from swiftkv_jax.config import Config
-from swiftkv_jax.cost import prefill_flops
-from swiftkv_jax.presets import LLAMA_8B
-from swiftkv_jax.roofline import Roofline
-from swiftkv_jax.rope import rope_tables
-from swiftkv_jax.topology import topology_mesh
+from swiftkv_jax import cli
+from swiftkv_jax.model import layers
+from swiftkv_jax.model.boundary import project_fused_kv
+from swiftkv_jax.model.cache import Pool, write_pages
+from swiftkv_jax.model.config import Config
+from swiftkv_jax.model.rope import rope_tables
+from swiftkv_jax.plan.cost import prefill_flops
+from swiftkv_jax.plan.presets import LLAMA_8B
+from swiftkv_jax.plan.roofline import Roofline
+from swiftkv_jax.plan.topology import topology_mesh
 
 from . import hlo, report
 from .predict.devices import H200

@@ -27,15 +27,15 @@ from typing import Any
 import numpy as np
 
 from swiftkv_jax import cli, demo
-from swiftkv_jax.cache import KVCacheDtype
 from swiftkv_jax.checkpoints import Quantization, load
 from swiftkv_jax.infer import Engine, EngineOptions, ScoreRequest
 from swiftkv_jax.infer.runner.model_runner import ModelRunner
-from swiftkv_jax.model import Model
+from swiftkv_jax.model.cache import KVCacheDtype
+from swiftkv_jax.model.model import Model
 from swiftkv_jax.train.data.prepare import prepare
 from swiftkv_jax.train.data.sources import STDLIB, DataSource
 from swiftkv_jax.train.recipe import DEMO
-from swiftkv_jax.train.setup import open_tokenizer
+from swiftkv_jax.train.run.setup import open_tokenizer
 
 from . import report
 

@@ -34,12 +34,12 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from swiftkv_jax import cli
-from swiftkv_jax.hardware import GIB
-from swiftkv_jax.roofline import Roofline
-from swiftkv_jax.topology import topology_mesh
-from swiftkv_jax.train import distill
-from swiftkv_jax.train.divergence import divergence_and_gradient
-from swiftkv_jax.train.objective import AUTHORS, Divergence
+from swiftkv_jax.plan.hardware import GIB
+from swiftkv_jax.plan.roofline import Roofline
+from swiftkv_jax.plan.topology import topology_mesh
+from swiftkv_jax.train.loss import distill
+from swiftkv_jax.train.loss.divergence import divergence_and_gradient
+from swiftkv_jax.train.loss.objective import AUTHORS, Divergence
 
 from . import report
 from .hlo_flops import matmul_flops

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from swiftkv_jax.hardware import GIB
 from swiftkv_jax.infer.bench import summary
+from swiftkv_jax.plan.hardware import GIB
 
 from . import report
 from .kernels.shapes import required

@@ -15,9 +15,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.io import files
-from swiftkv_jax.io import provenance as measured
-from swiftkv_jax.roofline import LONG, Roofline, measure_roofline
+from swiftkv_jax.plan.roofline import LONG, Roofline, measure_roofline
+from swiftkv_jax.process import files
+from swiftkv_jax.process import provenance as measured
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"

@@ -30,9 +30,9 @@ from typing import Any
 
 from swiftkv_jax import cli
 from swiftkv_jax.checkpoints.hf_config import config_to_hf
-from swiftkv_jax.config import Config
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.io import provenance
+from swiftkv_jax.model.config import Config
+from swiftkv_jax.process import provenance
 
 from . import report
 from .markdown import section, table

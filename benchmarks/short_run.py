@@ -21,7 +21,7 @@ from pathlib import Path
 
 from swiftkv_jax import cli
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.io import files
+from swiftkv_jax.process import files
 
 from .first_hour import GRACE, Outcome, Step, run
 

@@ -28,10 +28,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 from swiftkv_jax import cli
-from swiftkv_jax.hardware import GIB, hardware_of
-from swiftkv_jax.roofline import Roofline
-from swiftkv_jax.topology import topology_mesh
-from swiftkv_jax.transformer import Remat
+from swiftkv_jax.model.transformer import Remat
+from swiftkv_jax.plan.hardware import GIB, hardware_of
+from swiftkv_jax.plan.roofline import Roofline
+from swiftkv_jax.plan.topology import topology_mesh
 
 from . import report
 from .report import TOPOLOGY

@@ -15,17 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from swiftkv_jax.batch import Batch
-from swiftkv_jax.config import Config
-from swiftkv_jax.cost import train_flops_per_token
-from swiftkv_jax.initialization import init_llama, init_swiftkv
-from swiftkv_jax.mesh import make_mesh
+from swiftkv_jax.model.batch import Batch
+from swiftkv_jax.model.config import Config
+from swiftkv_jax.model.initialization import init_llama, init_swiftkv
+from swiftkv_jax.model.mesh import make_mesh
+from swiftkv_jax.model.params import Llama, llama_shapes
+from swiftkv_jax.model.sharding import llama_shardings, swiftkv_shardings
+from swiftkv_jax.model.transformer import Remat
 from swiftkv_jax.pallas_kernels import Implementation
-from swiftkv_jax.params import Llama, llama_shapes
-from swiftkv_jax.sharding import llama_shardings, swiftkv_shardings
-from swiftkv_jax.train.memory import memory_per_device
+from swiftkv_jax.plan.cost import train_flops_per_token
+from swiftkv_jax.train.plan.memory import memory_per_device
 from swiftkv_jax.train.recipe import Recipe
-from swiftkv_jax.train.step import (
+from swiftkv_jax.train.run.step import (
     TrainState,
     init_state,
     make_optimizer,
@@ -33,7 +34,6 @@ from swiftkv_jax.train.step import (
     micro_batch_sharding,
     state_shapes,
 )
-from swiftkv_jax.transformer import Remat
 
 from .kv_projection import LLAMA_8B, TINY
 from .timing import Plan, Program, Run, measure
@@ -97,7 +97,7 @@ def documents(length: int) -> list[int]:
 
 
 def step_of(size: Size, variant: Variant, mesh: Mesh) -> tuple[Config, Recipe, Any, Any]:
-    """(architecture, recipe, optimizer, the jitted step of `swiftkv_jax.train.step`)."""
+    """(architecture, recipe, optimizer, the jitted step of `swiftkv_jax.train.run.step`)."""
     config = dataclasses.replace(
         size.config, num_layers=variant.layers, num_key_value_layers=variant.layers // 2
     )

@@ -19,21 +19,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from swiftkv_jax.attention import Attention
-from swiftkv_jax.batch import Batch
-from swiftkv_jax.config import Config
-from swiftkv_jax.cost import train_flops_by_part
-from swiftkv_jax.layers import head_weights, norm
-from swiftkv_jax.pallas_kernels.remat import checkpoint_names
-from swiftkv_jax.params import Llama, SwiftKV, llama_shapes, swiftkv_shapes
-from swiftkv_jax.train.distill import linear_kl, mean_loss
-from swiftkv_jax.train.objective import AUTHORS
-from swiftkv_jax.transformer import (
+from swiftkv_jax.model.attention import Attention
+from swiftkv_jax.model.batch import Batch
+from swiftkv_jax.model.config import Config
+from swiftkv_jax.model.layers import head_weights, norm
+from swiftkv_jax.model.params import Llama, SwiftKV, llama_shapes, swiftkv_shapes
+from swiftkv_jax.model.transformer import (
     Remat,
     run_lower_layers,
     run_upper_layers_student,
     run_upper_layers_teacher,
 )
+from swiftkv_jax.pallas_kernels.remat import checkpoint_names
+from swiftkv_jax.plan.cost import train_flops_by_part
+from swiftkv_jax.train.loss.distill import linear_kl, mean_loss
+from swiftkv_jax.train.loss.objective import AUTHORS
 
 from .hlo_flops import matmul_flops
 

@@ -23,19 +23,19 @@ import numpy as np
 
 import swiftkv_jax as skv
 from swiftkv_jax import cli, demo
-from swiftkv_jax.cache import bytes_per_token
 from swiftkv_jax.convert import main as convert
-from swiftkv_jax.cost import prefill_flops
 from swiftkv_jax.infer import Engine, EngineOptions, Request, SamplingParams
-from swiftkv_jax.mesh import emulate_cpu_devices
+from swiftkv_jax.model.cache import bytes_per_token
+from swiftkv_jax.model.mesh import emulate_cpu_devices
+from swiftkv_jax.plan.cost import prefill_flops
 from swiftkv_jax.train.__main__ import main as train
 from swiftkv_jax.train.data.dataset import PackedDataset
 from swiftkv_jax.train.data.packing import PackedRow
 from swiftkv_jax.train.data.prepare import prepare
 from swiftkv_jax.train.data.sources import STDLIB, DataSource
-from swiftkv_jax.train.output_folder import CALIBRATION, EXPORT
 from swiftkv_jax.train.recipe import DEMO
-from swiftkv_jax.train.setup import open_tokenizer
+from swiftkv_jax.train.run.output_folder import CALIBRATION, EXPORT
+from swiftkv_jax.train.run.setup import open_tokenizer
 
 DEFAULT_FOLDER = Path("runs/make-demo")
 MESH = 4, 1  # emulated on a CPU, where it also happens to use two cores better than one device does

@@ -24,14 +24,14 @@ import swiftkv_jax as skv
 from examples.demo import aligned, request, run, seconds
 from swiftkv_jax import cli
 from swiftkv_jax.convert import main as convert
-from swiftkv_jax.cost import prefill_flops
 from swiftkv_jax.infer import Engine, EngineOptions
 from swiftkv_jax.infer.text import encode_chat
+from swiftkv_jax.plan.cost import prefill_flops
 from swiftkv_jax.train.__main__ import main as train
 from swiftkv_jax.train.data.sources import STDLIB
-from swiftkv_jax.train.far_tokens import far_cell
-from swiftkv_jax.train.metrics import EVAL_FAR_NATS, EVAL_FAR_TOKENS
-from swiftkv_jax.train.output_folder import EXPORT
+from swiftkv_jax.train.loss.far_tokens import far_cell
+from swiftkv_jax.train.run.metrics import EVAL_FAR_NATS, EVAL_FAR_TOKENS
+from swiftkv_jax.train.run.output_folder import EXPORT
 
 DEFAULT_FOLDER = Path("runs/demo-real")
 CALIBRATED = "--calibration-tokens 18432".split()

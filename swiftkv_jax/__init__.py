@@ -14,33 +14,33 @@ if TYPE_CHECKING:
     from typing import Any
 
     from .api import calibrate, distill_loss, load, logits, save, save_hf
-    from .config import Config, LayerKind
     from .errors import CheckpointError, ConfigError, DataError, UsageError
     from .infer.generate import chat, generate
-    from .mesh import make_mesh
+    from .model.config import Config, LayerKind
+    from .model.mesh import make_mesh
 
     __version__: str
-    from .model import Model, add_swiftkv
-    from .rope_config import Rope, RopeScaling
+    from .model.model import Model, add_swiftkv
+    from .model.rope_config import Rope, RopeScaling
 
 _MODULES = {
     "CheckpointError": "errors",
-    "Config": "config",
+    "Config": "model.config",
     "ConfigError": "errors",
     "DataError": "errors",
-    "LayerKind": "config",
-    "Model": "model",
-    "Rope": "rope_config",
-    "RopeScaling": "rope_config",
+    "LayerKind": "model.config",
+    "Model": "model.model",
+    "Rope": "model.rope_config",
+    "RopeScaling": "model.rope_config",
     "UsageError": "errors",
-    "add_swiftkv": "model",
+    "add_swiftkv": "model.model",
     "calibrate": "api",
     "chat": "infer.generate",
     "distill_loss": "api",
     "generate": "infer.generate",
     "load": "api",
     "logits": "api",
-    "make_mesh": "mesh",
+    "make_mesh": "model.mesh",
     "save": "api",
     "save_hf": "api",
 }

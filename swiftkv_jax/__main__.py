@@ -6,7 +6,8 @@ import importlib
 import sys
 from typing import NoReturn
 
-from . import __version__, interrupts
+from . import __version__
+from .process import interrupts
 
 COMMANDS = {  # the first argument -> module with `main`, and what it is for
     "infer": ("infer.__main__", "run a model: completions, chat, scores, speed"),
@@ -14,7 +15,10 @@ COMMANDS = {  # the first argument -> module with `main`, and what it is for
     "train": ("train.__main__", "distil a SwiftKV delta from a Llama model"),
     "convert": ("convert", "convert checkpoints, and say what is in them"),
     "eval": ("eval.__main__", "accuracy on benchmark tasks"),
-    "check-kernels": ("check_kernels", "compare the device's attention kernels with the reference"),
+    "check-kernels": (
+        "cli.check_kernels",
+        "compare the device's attention kernels with the reference",
+    ),
 }
 
 

@@ -15,11 +15,6 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 from jaxtyping import Array, ArrayLike, Float, Int
 
-from . import transformer
-from .attention import Attention
-from .batch import Batch, unpacked_batch
-from .config import Config, GeneratedKV
-from .cut import choose_generated_kv
 from .errors import UsageError
 from .kernel_check import (
     KernelConfig,
@@ -27,14 +22,19 @@ from .kernel_check import (
     forward_configs,
     training_configs,
 )
-from .layers import unembed
-from .mesh import dp_size, mesh_of
-from .model import Model, check_model, cut_of
+from .model import transformer
+from .model.attention import Attention
+from .model.batch import Batch, unpacked_batch
+from .model.config import Config, GeneratedKV
+from .model.cut import choose_generated_kv
+from .model.layers import unembed
+from .model.mesh import dp_size, mesh_of
+from .model.model import Model, check_model, cut_of
+from .model.params import Llama, SwiftKV
+from .model.quantization import refuse_quantized
+from .model.sharding import batch_sharding
+from .model.stacks import split_layers
 from .pallas_kernels import Implementation
-from .params import Llama, SwiftKV
-from .quantization import refuse_quantized
-from .sharding import batch_sharding
-from .stacks import split_layers
 
 if TYPE_CHECKING:  # imported where it is used: `load` needs neither scipy nor training
     from .calibration import LayerFit
@@ -247,7 +247,7 @@ def distill_loss(
     `model.swiftkv`; the frozen weights get no gradient. Raises `ValueError` for a model without a
     delta, and for tokens and `prompt_lengths` as `logits` does.
     """
-    from .train.objective import Objective
+    from .train.loss.objective import Objective
 
     check_model(model)
     if model.swiftkv is None:
@@ -346,6 +346,6 @@ def calibrate(
 @functools.cache
 def _distill_sums() -> Callable[..., Any]:
     """`train.distill.distill_sums`, compiled; imported when a loss is asked for."""
-    from .train.distill import distill_sums
+    from .train.loss.distill import distill_sums
 
     return jax.jit(distill_sums, static_argnames=("config", "objective", "attention"))

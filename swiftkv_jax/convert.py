@@ -7,7 +7,7 @@ weights, not for the model.
 
 from __future__ import annotations
 
-from . import interrupts
+from .process import interrupts
 
 if __name__ == "__main__":
     interrupts.install()  # before the imports that take a second
@@ -23,7 +23,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is that of `cli`."""
-    return cli.run_command(_parser(), argv, ".conversion", __package__ or "")
+    return cli.run_command(_parser(), argv, ".cli.conversion", __package__ or "")
 
 
 def _parser() -> argparse.ArgumentParser:

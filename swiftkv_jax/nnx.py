@@ -18,7 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from .api import logits
-from .model import Model, check_model
+from .model.model import Model, check_model
 
 
 class Frozen(nnx.Variable):

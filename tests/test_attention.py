@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from swiftkv_jax.attention import Attention
-from swiftkv_jax.mesh import make_mesh
+from swiftkv_jax.model.attention import Attention
+from swiftkv_jax.model.mesh import make_mesh
 from swiftkv_jax.pallas_kernels.decode_plan import make_plan
 from tests.pallas_kernels.interpreted import under
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax.batch import Batch
-from swiftkv_jax.boundary import boundary_kv, previous_tokens
-from swiftkv_jax.config import Config
 from swiftkv_jax.errors import ConfigError
-from swiftkv_jax.initialization import init_llama, init_swiftkv
-from swiftkv_jax.layers import norm
-from swiftkv_jax.params import Llama, SwiftKV
-from swiftkv_jax.transformer import (
+from swiftkv_jax.model.batch import Batch
+from swiftkv_jax.model.boundary import boundary_kv, previous_tokens
+from swiftkv_jax.model.config import Config
+from swiftkv_jax.model.initialization import init_llama, init_swiftkv
+from swiftkv_jax.model.layers import norm
+from swiftkv_jax.model.params import Llama, SwiftKV
+from swiftkv_jax.model.transformer import (
     run_lower_layers,
     run_upper_layers_student,
     student,

@@ -7,7 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from swiftkv_jax.cache import (
+from swiftkv_jax.checkpoints.hf_config import config_from_hf
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.infer.runner.weights import served_config
+from swiftkv_jax.model.cache import (
     Pool,
     bytes_per_token,
     cache_dtype,
@@ -16,10 +19,7 @@ from swiftkv_jax.cache import (
     write_pages,
     write_token,
 )
-from swiftkv_jax.checkpoints.hf_config import config_from_hf
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.infer.runner.weights import served_config
-from swiftkv_jax.presets import PRESETS
+from swiftkv_jax.plan.presets import PRESETS
 from tests import tiny
 
 FORMATS = {

@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from swiftkv_jax.chat_messages import MessageError, normalize_message, normalize_tools
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.infer.serve.app import App
-from swiftkv_jax.infer.serve.errors import APIError
-from swiftkv_jax.infer.serve.protocol import Message, TokenizeBody
-from swiftkv_jax.infer.serve.text.prompts import PromptEncoder
 from swiftkv_jax.infer.text import encode_chat
+from swiftkv_jax.serve.app import App
+from swiftkv_jax.serve.errors import APIError
+from swiftkv_jax.serve.protocol import Message, TokenizeBody
+from swiftkv_jax.serve.text.prompts import PromptEncoder
+from swiftkv_jax.text.chat_messages import MessageError, normalize_message, normalize_tools
 from swiftkv_jax.train.data.documents import Document, parse_json
 from swiftkv_jax.train.data.rendering import Renderer
 from swiftkv_jax.train.data.tokenize import Example, tokenize

@@ -6,8 +6,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from swiftkv_jax import demo
-from swiftkv_jax.chat_template import render_chat
 from swiftkv_jax.errors import DataError
+from swiftkv_jax.text.chat_template import render_chat
 
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "there"}]
 

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 import swiftkv_jax as skv
 from swiftkv_jax import Config, Model, add_swiftkv, load, save_hf
 from swiftkv_jax.convert import main
-from swiftkv_jax.params import llama_shapes
+from swiftkv_jax.model.params import llama_shapes
 from tests import tiny
 from tests.checkpoints.hf_models import TIED, UNTIED, tensors
 

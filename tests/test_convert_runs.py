@@ -15,10 +15,10 @@ from swiftkv_jax import Config, load, save_hf
 from swiftkv_jax.checkpoints.digest import digest_all
 from swiftkv_jax.cli.model_options import ModelOptions
 from swiftkv_jax.convert import main
-from swiftkv_jax.params import SwiftKV, swiftkv_shapes
-from swiftkv_jax.stacks import split_layers
-from swiftkv_jax.train.checkpointing import RunCheckpoints
-from swiftkv_jax.train.step import TrainState
+from swiftkv_jax.model.params import SwiftKV, swiftkv_shapes
+from swiftkv_jax.model.stacks import split_layers
+from swiftkv_jax.train.run.checkpointing import RunCheckpoints
+from swiftkv_jax.train.run.step import TrainState
 from tests.checkpoints.hf_models import TIED, UNTIED, tensors
 
 

@@ -7,18 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from swiftkv_jax.attention import Attention
-from swiftkv_jax.batch import unpacked_batch
 from swiftkv_jax.calibration.attenuation import score_products
 from swiftkv_jax.calibration.moments import add_batch, moment_shapes
-from swiftkv_jax.config import Config, LayerKind
-from swiftkv_jax.cost import (
-    calibration_flops_by_part,
-    decode_flops,
-    prefill_flops,
-    query_scale_flops_by_part,
-    train_flops_per_token,
-)
 from swiftkv_jax.infer.bench.cells import STUDENT, TEACHER
 from swiftkv_jax.infer.bench.summary import variant_of
 from swiftkv_jax.infer.runner.lowering import (
@@ -30,9 +20,19 @@ from swiftkv_jax.infer.runner.lowering import (
 )
 from swiftkv_jax.infer.runner.shapes import Shapes, kv_programs
 from swiftkv_jax.infer.runner.weights import num_bytes, weight_shapes
-from swiftkv_jax.params import llama_shapes, swiftkv_shapes
-from swiftkv_jax.presets import LLAMA_8B
-from swiftkv_jax.train.distill import mean_loss
+from swiftkv_jax.model.attention import Attention
+from swiftkv_jax.model.batch import unpacked_batch
+from swiftkv_jax.model.config import Config, LayerKind
+from swiftkv_jax.model.params import llama_shapes, swiftkv_shapes
+from swiftkv_jax.plan.cost import (
+    calibration_flops_by_part,
+    decode_flops,
+    prefill_flops,
+    query_scale_flops_by_part,
+    train_flops_per_token,
+)
+from swiftkv_jax.plan.presets import LLAMA_8B
+from swiftkv_jax.train.loss.distill import mean_loss
 
 # Two layers are two loops of one step each; short rows keep attention, of which XLA computes both
 # triangles, small.

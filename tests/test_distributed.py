@@ -13,7 +13,9 @@ import jax
 import numpy as np
 import pytest
 
-from swiftkv_jax.distributed import (
+from swiftkv_jax.errors import DataError, UsageError
+from swiftkv_jax.model.mesh import make_mesh
+from swiftkv_jax.process.distributed import (
     announces_several,
     any_process,
     barrier,
@@ -24,8 +26,6 @@ from swiftkv_jax.distributed import (
     run_on_process_0,
     smallest,
 )
-from swiftkv_jax.errors import DataError, UsageError
-from swiftkv_jax.mesh import make_mesh
 from tests.free_port import free_port
 
 SBATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax.attention import Attention
-from swiftkv_jax.experts import mixture, route
 from swiftkv_jax.infer.runner.weights import serving_weights
-from swiftkv_jax.initialization import init_llama
-from swiftkv_jax.layers import output_and_mlp
+from swiftkv_jax.model.attention import Attention
+from swiftkv_jax.model.experts import mixture, route
+from swiftkv_jax.model.initialization import init_llama
+from swiftkv_jax.model.layers import output_and_mlp
+from swiftkv_jax.model.params import Block
+from swiftkv_jax.model.quantization import Scheme, dequantize, quantize
 from swiftkv_jax.pallas_kernels import grouped_product as grouped
-from swiftkv_jax.params import Block
-from swiftkv_jax.presets import QWEN3_30B_A3B
-from swiftkv_jax.quantization import Scheme, dequantize, quantize
+from swiftkv_jax.plan.presets import QWEN3_30B_A3B
 from tests.pallas_kernels.interpreted import device_of, under
 
 CONFIG = dataclasses.replace(

@@ -8,9 +8,9 @@ from benchmarks import measurements, recorded
 from benchmarks.on_gpu import part_rows
 from benchmarks.real.cells import Program
 from benchmarks.result_files import all_of, real_documents
-from swiftkv_jax.cache import bytes_per_token
-from swiftkv_jax.presets import PRESETS
-from swiftkv_jax.train.far_tokens import MAX_FAR_LOSS
+from swiftkv_jax.model.cache import bytes_per_token
+from swiftkv_jax.plan.presets import PRESETS
+from swiftkv_jax.train.loss.far_tokens import MAX_FAR_LOSS
 from tests.compile import test_bundles
 from tests.test_docs import README, ROOT, blocks, text_of
 

@@ -7,7 +7,13 @@ import os
 import pytest
 
 from swiftkv_jax import UsageError
-from swiftkv_jax.io.files import check_absent, check_free, new_directory, write_atomic, write_json
+from swiftkv_jax.process.files import (
+    check_absent,
+    check_free,
+    new_directory,
+    write_atomic,
+    write_json,
+)
 
 
 def full_disk(*args):

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax import ConfigError, transformer
-from swiftkv_jax.batch import unpacked_batch
+from swiftkv_jax import ConfigError
 from swiftkv_jax.checkpoints import load
 from swiftkv_jax.checkpoints.hf_config import config_from_hf, config_to_hf
 from swiftkv_jax.checkpoints.hf_read import load_delta
-from swiftkv_jax.config import NO_OWN, LayerKind
-from swiftkv_jax.cut import choose_generated_kv
-from swiftkv_jax.layers import unembed
-from swiftkv_jax.params import QKV
+from swiftkv_jax.model import transformer
+from swiftkv_jax.model.batch import unpacked_batch
+from swiftkv_jax.model.config import NO_OWN, LayerKind
+from swiftkv_jax.model.cut import choose_generated_kv
+from swiftkv_jax.model.layers import unembed
+from swiftkv_jax.model.params import QKV
 from tests import oracle, own_kv_oracle, tiny
 
 SHAPES = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from swiftkv_jax.hardware import hardware_of
+from swiftkv_jax.plan.hardware import hardware_of
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from benchmarks.kernels import (
 )
 from benchmarks.timing import SMOKE_PLAN
 from benchmarks.worker import WorkerError
-from swiftkv_jax.roofline import Roofline
+from swiftkv_jax.plan.roofline import Roofline
 from tests.in_process import InProcess
 
 ROOFLINE = Roofline(

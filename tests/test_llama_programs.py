@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax.config import Config
 from swiftkv_jax.infer.runner.lowering import (
     DecodeProgram,
     PrefillProgram,
@@ -20,7 +19,8 @@ from swiftkv_jax.infer.runner.lowering import (
     lower_program,
 )
 from swiftkv_jax.infer.runner.weights import serving_weights
-from swiftkv_jax.params import QKV, llama_shapes, swiftkv_shapes
+from swiftkv_jax.model.config import Config
+from swiftkv_jax.model.params import QKV, llama_shapes, swiftkv_shapes
 from tests import tiny
 
 CONFIG = Config(

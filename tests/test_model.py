@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax import boundary, decoder_layers, transformer
-from swiftkv_jax.attention import DEFAULT
-from swiftkv_jax.batch import Batch, unpacked_batch
 from swiftkv_jax.checkpoints.hf_config import config_from_hf
-from swiftkv_jax.layers import embed, unembed
-from swiftkv_jax.packed_attention import packed_attention
-from swiftkv_jax.rope import rope_tables
-from swiftkv_jax.stacks import split_layers, unstack
+from swiftkv_jax.model import boundary, decoder_layers, transformer
+from swiftkv_jax.model.attention import DEFAULT
+from swiftkv_jax.model.batch import Batch, unpacked_batch
+from swiftkv_jax.model.layers import embed, unembed
+from swiftkv_jax.model.packed_attention import packed_attention
+from swiftkv_jax.model.rope import rope_tables
+from swiftkv_jax.model.stacks import split_layers, unstack
 from tests import oracle, tiny
 
 # Each row changes what it names; the rest is `tiny.hf_config`: L=6, K=2, g=1, four query heads on

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import swiftkv_jax as skv
-from swiftkv_jax.initialization import init_llama
+from swiftkv_jax.model.initialization import init_llama
 from swiftkv_jax.nnx import Frozen, LlamaForCausalLM
 from tests import tiny
 

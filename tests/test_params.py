@@ -9,7 +9,7 @@ import pytest
 from swiftkv_jax import Config
 from swiftkv_jax.checkpoints.hf_config import config_from_hf
 from swiftkv_jax.checkpoints.tensor_map import leaves
-from swiftkv_jax.params import (
+from swiftkv_jax.model.params import (
     LLAMA_PARAMS,
     QKV,
     SWIFTKV_PARAMS,

@@ -27,7 +27,7 @@ from swiftkv_jax.infer.bench.summary import STUDENT
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.pallas_kernels.decode_plan import DecodePlan
 from swiftkv_jax.pallas_kernels.hopper import prefill
-from swiftkv_jax.presets import LLAMA_8B
+from swiftkv_jax.plan.presets import LLAMA_8B
 
 POSITION = 2 * 8 * 128 * 2  # bytes of a position of Llama-3.1-8B in one layer, bfloat16
 

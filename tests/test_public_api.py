@@ -15,7 +15,7 @@ import swiftkv_jax as skv
 from swiftkv_jax import demo
 from swiftkv_jax.checkpoints.auxiliary import load_tokenizer, read_auxiliary_files
 from swiftkv_jax.infer import Engine
-from swiftkv_jax.mesh import MeshShape
+from swiftkv_jax.model.mesh import MeshShape
 
 FIXTURES = Path(__file__).parent / "fixtures"
 NAMES = ("llama-init-4of8-group1", "llama-trained-4of8-group2-tied")
@@ -105,7 +105,7 @@ def test_a_fresh_delta_is_the_authors(tmp_path):
 
 
 def whole(model):
-    from swiftkv_jax.stacks import split_layers
+    from swiftkv_jax.model.stacks import split_layers
 
     return split_layers(model.config.cut(8), model.llama)
 

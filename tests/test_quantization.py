@@ -12,9 +12,9 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax import UsageError
-from swiftkv_jax.mesh import MeshShape, make_mesh
-from swiftkv_jax.params import Param, map_params
-from swiftkv_jax.quantization import (
+from swiftkv_jax.model.mesh import MeshShape, make_mesh
+from swiftkv_jax.model.params import Param, map_params
+from swiftkv_jax.model.quantization import (
     Arithmetic,
     Quantized,
     Scheme,
@@ -27,8 +27,8 @@ from swiftkv_jax.quantization import (
     scheme_for,
     scheme_of,
 )
-from swiftkv_jax.sharding import llama_shardings, swiftkv_shardings
-from swiftkv_jax.stacks import split_layers
+from swiftkv_jax.model.sharding import llama_shardings, swiftkv_shardings
+from swiftkv_jax.model.stacks import split_layers
 from tests import tiny
 
 FP8, INT8, NATIVE = Scheme("fp8"), Scheme("int8"), Scheme("fp8", "native")

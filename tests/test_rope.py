@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from swiftkv_jax import Config, LayerKind, Rope, RopeScaling
-from swiftkv_jax.rope import apply_rope, rope_frequencies, rope_tables
+from swiftkv_jax.model.rope import apply_rope, rope_frequencies, rope_tables
 
 
 def config(head_dim: int, theta: float) -> Config:

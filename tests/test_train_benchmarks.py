@@ -16,12 +16,12 @@ from benchmarks import loss, report, train_step, train_variants, two_models
 from benchmarks.hlo_flops import MatmulFlops, matmul_flops
 from benchmarks.timing import SMOKE_PLAN
 from benchmarks.worker import WorkerError
-from swiftkv_jax.batch import Batch
-from swiftkv_jax.config import Config
-from swiftkv_jax.initialization import init_llama, init_swiftkv
-from swiftkv_jax.mesh import make_mesh
-from swiftkv_jax.roofline import Roofline
-from swiftkv_jax.train.distill import mean_loss
+from swiftkv_jax.model.batch import Batch
+from swiftkv_jax.model.config import Config
+from swiftkv_jax.model.initialization import init_llama, init_swiftkv
+from swiftkv_jax.model.mesh import make_mesh
+from swiftkv_jax.plan.roofline import Roofline
+from swiftkv_jax.train.loss.distill import mean_loss
 
 CONFIG = Config(
     vocab_size=256,

@@ -11,8 +11,8 @@ import numpy as np
 
 from swiftkv_jax import Model
 from swiftkv_jax.checkpoints.hf_config import config_from_hf
-from swiftkv_jax.config import Config, LayerKind
-from swiftkv_jax.params import QKV, Block, Llama, SwiftKV
+from swiftkv_jax.model.config import Config, LayerKind
+from swiftkv_jax.model.params import QKV, Block, Llama, SwiftKV
 
 
 def hf_config(**overrides) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from swiftkv_jax import cli, demo
 from swiftkv_jax.checkpoints.hf_config import config_to_hf
 from swiftkv_jax.errors import DataError, UsageError
 from swiftkv_jax.infer.bench.dummy import dummy_model
-from swiftkv_jax.model import Model, add_swiftkv
+from swiftkv_jax.model.model import Model, add_swiftkv
 from swiftkv_jax.train.data.sources import STDLIB, DataSource, find_files
 
 from .. import report

@@ -25,8 +25,8 @@ import numpy as np
 from swiftkv_jax.infer import Engine, Request, SamplingParams
 from swiftkv_jax.infer.bench import cells, timing
 from swiftkv_jax.infer.bench.serve import MAX_CPU_SHARE
-from swiftkv_jax.infer.serve import server
-from swiftkv_jax.infer.serve.options import ServerOptions
+from swiftkv_jax.serve import server
+from swiftkv_jax.serve.options import ServerOptions
 
 from .client_floor import answering_at_once
 from .engines import CHUNK, CHUNK_SECONDS, TimedModelRunner, make_tokenizer

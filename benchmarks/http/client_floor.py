@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import cast
 
-from swiftkv_jax.infer.serve import server
+from swiftkv_jax.serve import server
 
 _TEXT = {"choices": [{"index": 0, "text": "a", "finish_reason": "length"}]}
 _USAGE = {"choices": [], "usage": {"completion_tokens": 1, "prompt_tokens": 1}}

@@ -25,7 +25,7 @@ from typing import Any
 
 from swiftkv_jax import cli
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.roofline import Roofline
+from swiftkv_jax.plan.roofline import Roofline
 
 from .. import report
 from ..timing import SMOKE_PLAN, Plan

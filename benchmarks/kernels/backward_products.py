@@ -22,9 +22,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from swiftkv_jax.cost import train_flops_per_token
-from swiftkv_jax.hardware import hardware_of
-from swiftkv_jax.presets import LLAMA_8B
+from swiftkv_jax.plan.cost import train_flops_per_token
+from swiftkv_jax.plan.hardware import hardware_of
+from swiftkv_jax.plan.presets import LLAMA_8B
 
 from ..markdown import table
 from ..predict.attention import makespan

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from swiftkv_jax.roofline import Roofline
+from swiftkv_jax.plan.roofline import Roofline
 
 from .. import report
 from ..predict import attention

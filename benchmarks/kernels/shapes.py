@@ -17,7 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from swiftkv_jax.roofline import Roofline
+from swiftkv_jax.plan.roofline import Roofline
 
 BACKWARD = 3.5
 """Operations of forward and backward over those of forward."""

@@ -34,10 +34,10 @@ import jax
 
 from swiftkv_jax import cli
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.io import provenance
-from swiftkv_jax.io.files import write_atomic
 from swiftkv_jax.pallas_kernels import ops, tuning
 from swiftkv_jax.pallas_kernels.device import HEAD_DIMS, current_device
+from swiftkv_jax.process import provenance
+from swiftkv_jax.process.files import write_atomic
 
 from .. import report
 from ..timing import SMOKE_PLAN, Plan, measure

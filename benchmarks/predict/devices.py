@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from swiftkv_jax.hardware import Hardware, hardware_of
+from swiftkv_jax.plan.hardware import Hardware, hardware_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class DeviceModel:
     """
 
     name: str
-    """Machine, as `swiftkv_jax.topology` calls it."""
+    """Machine, as `swiftkv_jax.plan.topology` calls it."""
     kind: str
     """`jax.Device.device_kind`."""
     matmul: float = 790e12

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from swiftkv_jax.cache import cache_dtype
-from swiftkv_jax.config import Config
 from swiftkv_jax.infer.bench import arguments as bench_arguments
 from swiftkv_jax.infer.bench import options as bench_options
 from swiftkv_jax.infer.bench.cells import STUDENT, TEACHER, Cell, Mode
@@ -31,8 +29,10 @@ from swiftkv_jax.infer.runner.layout import Layout
 from swiftkv_jax.infer.runner.prefill_chunk import chunk_needs
 from swiftkv_jax.infer.runner.shapes import choose_shapes, with_contexts
 from swiftkv_jax.infer.runner.weights import num_bytes, served_config, weight_shapes
-from swiftkv_jax.presets import LLAMA_8B
-from swiftkv_jax.roofline import Roofline
+from swiftkv_jax.model.cache import cache_dtype
+from swiftkv_jax.model.config import Config
+from swiftkv_jax.plan.presets import LLAMA_8B
+from swiftkv_jax.plan.roofline import Roofline
 
 from .devices import DeviceModel
 from .steps import StepModel

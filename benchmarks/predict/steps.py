@@ -13,12 +13,12 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from swiftkv_jax.cache import bytes_per_token
-from swiftkv_jax.config import Config
-from swiftkv_jax.cost import decode_flops, prefill_flops
 from swiftkv_jax.infer.bench.summary import Variant
+from swiftkv_jax.model.cache import bytes_per_token
+from swiftkv_jax.model.config import Config
 from swiftkv_jax.pallas_kernels.hopper import prefill
 from swiftkv_jax.pallas_kernels.tuning import tuning_for
+from swiftkv_jax.plan.cost import decode_flops, prefill_flops
 
 from ..kernels.shapes import Decode
 from . import attention

@@ -33,11 +33,11 @@ from typing import Any, get_args
 
 from swiftkv_jax import cli
 from swiftkv_jax.checkpoints import open_any
-from swiftkv_jax.config import GENERATED_KV
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.io import files
-from swiftkv_jax.mesh import emulate_cpu_devices, parse_mesh
-from swiftkv_jax.train.cut_list import parse_cuts
+from swiftkv_jax.model.config import GENERATED_KV
+from swiftkv_jax.model.mesh import emulate_cpu_devices, parse_mesh
+from swiftkv_jax.process import files
+from swiftkv_jax.train.analysis.cut_list import parse_cuts
 from swiftkv_jax.train.recipe import DEMO, Init
 
 from .. import report

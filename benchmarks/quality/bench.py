@@ -22,15 +22,15 @@ from typing import Any
 import numpy as np
 
 from swiftkv_jax.checkpoints import load, open_any
-from swiftkv_jax.cut import choose_generated_kv
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.io import files
-from swiftkv_jax.mesh import MeshShape, make_mesh
-from swiftkv_jax.model import Model
+from swiftkv_jax.model.cut import choose_generated_kv
+from swiftkv_jax.model.mesh import MeshShape, make_mesh
+from swiftkv_jax.model.model import Model
+from swiftkv_jax.process import files
 from swiftkv_jax.train.data.loader import DatasetMixture
 from swiftkv_jax.train.data.prepare import prepare
 from swiftkv_jax.train.recipe import DEMO
-from swiftkv_jax.train.setup import open_tokenizer
+from swiftkv_jax.train.run.setup import open_tokenizer
 
 from ..teachers.files import TeacherFiles
 from . import scores, students, summary

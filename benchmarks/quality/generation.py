@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from swiftkv_jax.infer import Engine, EngineOptions, Request, SamplingParams
-from swiftkv_jax.model import Model
+from swiftkv_jax.model.model import Model
 
 from .held_out import PROMPT
 from .scores import Mode

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from swiftkv_jax.batch import Batch
+from swiftkv_jax.model.batch import Batch
 
 LENGTH, PROMPT = 512, 256
 """Tokens of a row, and how many of them are the prompt where a prompt is meant."""

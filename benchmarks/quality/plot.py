@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from swiftkv_jax.io.plotting import COLORS, figure
+from swiftkv_jax.process.plotting import COLORS, figure
 
 from .verdict import MAX_FAR_LOSS, Row, key
 

@@ -18,17 +18,17 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from swiftkv_jax.attention import Attention
-from swiftkv_jax.batch import Batch
-from swiftkv_jax.config import Config
-from swiftkv_jax.layers import unembed
-from swiftkv_jax.model import Model
-from swiftkv_jax.params import Llama
-from swiftkv_jax.rope import rope_tables
-from swiftkv_jax.sharding import batch_sharding
-from swiftkv_jax.train.far_tokens import FAR_NATS, KEPT
-from swiftkv_jax.train.sweep import teacher_states
-from swiftkv_jax.transformer import run_lower_layers, run_upper_layers_student
+from swiftkv_jax.model.attention import Attention
+from swiftkv_jax.model.batch import Batch
+from swiftkv_jax.model.config import Config
+from swiftkv_jax.model.layers import unembed
+from swiftkv_jax.model.model import Model
+from swiftkv_jax.model.params import Llama
+from swiftkv_jax.model.rope import rope_tables
+from swiftkv_jax.model.sharding import batch_sharding
+from swiftkv_jax.model.transformer import run_lower_layers, run_upper_layers_student
+from swiftkv_jax.train.analysis.sweep import teacher_states
+from swiftkv_jax.train.loss.far_tokens import FAR_NATS, KEPT
 
 from .held_out import PROMPT, HeldOut
 

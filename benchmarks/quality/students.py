@@ -21,27 +21,27 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from swiftkv_jax.attention import Attention
-from swiftkv_jax.batch import Batch
 from swiftkv_jax.checkpoints import open_any
-from swiftkv_jax.config import Config, GeneratedKV
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.model import Model
-from swiftkv_jax.params import Llama, SwiftKV, swiftkv_shapes
-from swiftkv_jax.sharding import replicated, swiftkv_shardings
-from swiftkv_jax.train.batch_sharder import BatchSharder
+from swiftkv_jax.model.attention import Attention
+from swiftkv_jax.model.batch import Batch
+from swiftkv_jax.model.config import Config, GeneratedKV
+from swiftkv_jax.model.model import Model
+from swiftkv_jax.model.params import Llama, SwiftKV, swiftkv_shapes
+from swiftkv_jax.model.sharding import replicated, swiftkv_shardings
+from swiftkv_jax.model.transformer import student
 from swiftkv_jax.train.data.loader import DatasetMixture, batches
 from swiftkv_jax.train.recipe import DEMO, RECIPES, Init, Recipe
-from swiftkv_jax.train.setup import cut_model, load_model, own_tail
-from swiftkv_jax.train.start import initialize_delta, scale_queries
-from swiftkv_jax.train.step import (
+from swiftkv_jax.train.run.batch_sharder import BatchSharder
+from swiftkv_jax.train.run.setup import cut_model, load_model, own_tail
+from swiftkv_jax.train.run.start import initialize_delta, scale_queries
+from swiftkv_jax.train.run.step import (
     TrainState,
     init_state,
     make_optimizer,
     make_train_step,
     micro_batch_sharding,
 )
-from swiftkv_jax.transformer import student
 
 from ..teachers.pretrain import text_loss
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from swiftkv_jax.config import GeneratedKV
+from swiftkv_jax.model.config import GeneratedKV
 
 from .bootstrap import interval
 from .students import Arm

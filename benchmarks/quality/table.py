@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from swiftkv_jax.train.far_tokens import FAR_NATS
+from swiftkv_jax.train.loss.far_tokens import FAR_NATS
 
 from .. import markdown
 from .students import PACKAGE_RATES

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from swiftkv_jax.train.far_tokens import MAX_FAR_LOSS
+from swiftkv_jax.train.loss.far_tokens import MAX_FAR_LOSS
 
 from . import bootstrap
 

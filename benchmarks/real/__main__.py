@@ -29,9 +29,9 @@ from typing import Any
 
 import swiftkv_jax as skv
 from swiftkv_jax import cli
-from swiftkv_jax.config import GENERATED_KV
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.model import Model
+from swiftkv_jax.model.config import GENERATED_KV
+from swiftkv_jax.model.model import Model
 
 from ..quality.held_out import LENGTH, encode
 from . import cells, corpus, human_eval, table

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from swiftkv_jax import api
-from swiftkv_jax.config import GENERATED_KV, Config, GeneratedKV
-from swiftkv_jax.cut import quarter_of_neurons
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.model import Model
+from swiftkv_jax.model.config import GENERATED_KV, Config, GeneratedKV
+from swiftkv_jax.model.cut import quarter_of_neurons
+from swiftkv_jax.model.model import Model
 
 
 @dataclasses.dataclass(frozen=True)

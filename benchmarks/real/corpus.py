@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from swiftkv_jax.io import files
+from swiftkv_jax.process import files
 from swiftkv_jax.train.data.sources import STDLIB
 
 from ..teachers.corpus import HELD_OUT, PACKAGES, repeats, source_files

@@ -16,15 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from swiftkv_jax.attention import DEFAULT
-from swiftkv_jax.batch import Batch
-from swiftkv_jax.config import Config
-from swiftkv_jax.model import Model
-from swiftkv_jax.params import Llama, SwiftKV
-from swiftkv_jax.rope import rope_tables
-from swiftkv_jax.train.far_tokens import KEPT
-from swiftkv_jax.train.sweep import teacher_states
-from swiftkv_jax.transformer import run_upper_layers_student, teacher
+from swiftkv_jax.model.attention import DEFAULT
+from swiftkv_jax.model.batch import Batch
+from swiftkv_jax.model.config import Config
+from swiftkv_jax.model.model import Model
+from swiftkv_jax.model.params import Llama, SwiftKV
+from swiftkv_jax.model.rope import rope_tables
+from swiftkv_jax.model.transformer import run_upper_layers_student, teacher
+from swiftkv_jax.train.analysis.sweep import teacher_states
+from swiftkv_jax.train.loss.far_tokens import KEPT
 
 from ..quality.held_out import PROMPT
 from ..quality.scores import Scores, compare, cut_away, far_dependent

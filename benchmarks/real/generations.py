@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from swiftkv_jax.infer import Engine, EngineOptions, Request, SamplingParams
-from swiftkv_jax.io import files
-from swiftkv_jax.model import Model
+from swiftkv_jax.model.model import Model
+from swiftkv_jax.process import files
 
 from . import corpus
 

@@ -25,7 +25,7 @@ import numpy as np
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.eval.text_model import TextModel
 from swiftkv_jax.infer import Engine, EngineOptions
-from swiftkv_jax.model import Model
+from swiftkv_jax.model.model import Model
 
 from .sandbox import NO_NAMESPACE
 

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from swiftkv_jax.config import Config
-from swiftkv_jax.cost import prefill_flops
-from swiftkv_jax.model import Model
+from swiftkv_jax.model.config import Config
+from swiftkv_jax.model.model import Model
+from swiftkv_jax.plan.cost import prefill_flops
 
 from ..quality.scores import Scores
 from . import corpus, documents, human_eval

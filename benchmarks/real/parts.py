@@ -17,7 +17,7 @@ from pathlib import Path
 
 from swiftkv_jax import cli
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.io import files
+from swiftkv_jax.process import files
 
 MANIFEST = "parts.json"
 PART_BYTES = 30 * 2**20

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.model import Model
+from swiftkv_jax.model.model import Model
 
 from .. import report
 from .cells import Cell

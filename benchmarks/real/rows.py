@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from swiftkv_jax.batch import Batch
 from swiftkv_jax.errors import UsageError
+from swiftkv_jax.model.batch import Batch
 
 from ..quality.held_out import LENGTH, PROMPT, encode
 from . import corpus

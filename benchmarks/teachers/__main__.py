@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerFast
 
 from swiftkv_jax import Config, cli
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.io import files
+from swiftkv_jax.process import files
 from swiftkv_jax.train.data.loader import DatasetMixture
 from swiftkv_jax.train.data.prepare import prepare
 from swiftkv_jax.train.data.sources import DataSource

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from swiftkv_jax.io import files
+from swiftkv_jax.process import files
 from swiftkv_jax.train.data.sources import STDLIB, DataSource, find_files
 
 PACKAGES = (

@@ -20,15 +20,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from swiftkv_jax import Config, Model, save_hf
-from swiftkv_jax.attention import DEFAULT, Attention
-from swiftkv_jax.batch import Batch
-from swiftkv_jax.initialization import init_llama
-from swiftkv_jax.layers import unembed
-from swiftkv_jax.model import AuxiliaryFiles
-from swiftkv_jax.params import Llama
-from swiftkv_jax.stacks import cast
+from swiftkv_jax.model.attention import DEFAULT, Attention
+from swiftkv_jax.model.batch import Batch
+from swiftkv_jax.model.initialization import init_llama
+from swiftkv_jax.model.layers import unembed
+from swiftkv_jax.model.model import AuxiliaryFiles
+from swiftkv_jax.model.params import Llama
+from swiftkv_jax.model.stacks import cast
+from swiftkv_jax.model.transformer import teacher
 from swiftkv_jax.train.data.loader import DatasetMixture, batches, first_batches
-from swiftkv_jax.transformer import teacher
 
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 DECAY_SHARE = 0.3

@@ -300,8 +300,8 @@ def prefill_h100(path: Path) -> None:
 def analysis(path: Path, data: str = "analysis.json") -> None:
     """`swiftkv train analyze` of the demo model, or of another with another data file."""
     from swiftkv_jax.calibration import LayerFit
-    from swiftkv_jax.train.plots import draw_analysis
-    from swiftkv_jax.train.sweep import Analysis, CutResult, LayerR2
+    from swiftkv_jax.train.analysis.sweep import Analysis, CutResult, LayerR2
+    from swiftkv_jax.train.report.plots import draw_analysis
 
     found = json.loads((DATA / data).read_text(encoding="utf-8"))
     teacher = found["teacher_perplexity"]
@@ -330,8 +330,8 @@ def analysis(path: Path, data: str = "analysis.json") -> None:
 
 def run(path: Path) -> None:
     """The curves in `report.html` of a short run on the demo model, without its speed."""
-    from swiftkv_jax.train.metrics import read_metrics
-    from swiftkv_jax.train.plots import draw_run
+    from swiftkv_jax.train.report.plots import draw_run
+    from swiftkv_jax.train.run.metrics import read_metrics
 
     picture = draw_run(read_metrics(DATA / "metrics.jsonl"))
     in_pixels = picture.replace('pt"', 'px"', 2)  # its width and height, which come first

@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterable, Iterator
 import jax
 import jax.numpy as jnp
 
-from ..attention import Attention
-from ..batch import Batch
-from ..config import Config
 from ..errors import ConfigError
-from ..params import Llama
+from ..model.attention import Attention
+from ..model.batch import Batch
+from ..model.config import Config
+from ..model.params import Llama
 from .attenuation import scale_delta_queries
 from .delta import Fit, FittedLayer, LayerFit, fit_delta
 from .maps import fit_maps

@@ -26,16 +26,16 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from ..attention import Attention
-from ..batch import Batch
-from ..boundary import boundary_kv
-from ..config import Config
-from ..decoder_layers import delta_queries, two_cache_layer
-from ..packed_attention import head_major, packed_reader
-from ..params import Llama, SwiftKV, require_teacher
-from ..rope import scanned_kinds
-from ..sharding import all_gather_fsdp, constrain_activations, to_host
-from ..transformer import run_lower_layers
+from ..model.attention import Attention
+from ..model.batch import Batch
+from ..model.boundary import boundary_kv
+from ..model.config import Config
+from ..model.decoder_layers import delta_queries, two_cache_layer
+from ..model.packed_attention import head_major, packed_reader
+from ..model.params import Llama, SwiftKV, require_teacher
+from ..model.rope import scanned_kinds
+from ..model.sharding import all_gather_fsdp, constrain_activations, to_host
+from ..model.transformer import run_lower_layers
 from .token_weights import attention_scores, fold_queries
 
 logger = logging.getLogger(__name__)

@@ -14,12 +14,12 @@ import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from jaxtyping import Array, Complex, Float, Int
 
-from ..config import Config
-from ..distributed import from_process_0
 from ..errors import DivergenceError
-from ..params import QKV, Llama, PromptMLP, SwiftKV, require_teacher, swiftkv_shapes
-from ..rope import paired_dims
-from ..sharding import swiftkv_shardings, to_host
+from ..model.config import Config
+from ..model.params import QKV, Llama, PromptMLP, SwiftKV, require_teacher, swiftkv_shapes
+from ..model.rope import paired_dims
+from ..model.sharding import swiftkv_shardings, to_host
+from ..process.distributed import from_process_0
 from . import solve
 from .moments import Moments, first_fitted_norm, inputs_of_values, num_inputs
 

@@ -25,23 +25,23 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from ..attention import Attention
-from ..batch import Batch
-from ..boundary import run_prompt_layer
-from ..config import Config
-from ..distributed import from_process_0
 from ..errors import DivergenceError
-from ..layers import norm, run_neurons
-from ..mesh import FSDP, MODEL
-from ..params import Block, Leaf, Llama, PromptMLP, require_teacher
-from ..sharding import (
+from ..model.attention import Attention
+from ..model.batch import Batch
+from ..model.boundary import run_prompt_layer
+from ..model.config import Config
+from ..model.layers import norm, run_neurons
+from ..model.mesh import FSDP, MODEL
+from ..model.params import Block, Leaf, Llama, PromptMLP, require_teacher
+from ..model.sharding import (
     all_gather_fsdp,
     all_gather_prompt_mlp,
     replicated,
     swiftkv_shardings,
     to_host,
 )
-from ..transformer import run_lower_layers, run_upper_layers_teacher
+from ..model.transformer import run_lower_layers, run_upper_layers_teacher
+from ..process.distributed import from_process_0
 from . import solve
 from .moments import fitted_tokens, products, prompt_delta, split_rows
 

@@ -19,18 +19,18 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from ..attention import Attention
-from ..batch import Batch
-from ..boundary import first_tokens, previous_tokens, run_prompt_layer
-from ..config import Config
-from ..decoder_layers import kv_projections, project_q, self_layer
-from ..layers import norm, project_heads
-from ..mesh import FSDP, MODEL
-from ..packed_attention import packed_attention
-from ..params import QKV, Block, Leaf, Llama, PromptMLP, SwiftKV, require_teacher
-from ..rope import scanned_kinds
-from ..sharding import all_gather_fsdp, constrain_activations
-from ..transformer import run_lower_layers, run_upper_layers_teacher
+from ..model.attention import Attention
+from ..model.batch import Batch
+from ..model.boundary import first_tokens, previous_tokens, run_prompt_layer
+from ..model.config import Config
+from ..model.decoder_layers import kv_projections, project_q, self_layer
+from ..model.layers import norm, project_heads
+from ..model.mesh import FSDP, MODEL
+from ..model.packed_attention import packed_attention
+from ..model.params import QKV, Block, Leaf, Llama, PromptMLP, SwiftKV, require_teacher
+from ..model.rope import scanned_kinds
+from ..model.sharding import all_gather_fsdp, constrain_activations
+from ..model.transformer import run_lower_layers, run_upper_layers_teacher
 from .token_weights import counted_queries, received_attention, token_weights
 
 

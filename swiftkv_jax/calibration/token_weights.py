@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from ..mesh import MODEL, dp_size
+from ..model.mesh import MODEL, dp_size
 
 MAX_WEIGHT = 1000.0
 """The largest weight of a token, in medians of its row and layer. Where queries attend to the

@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from jax.sharding import Mesh
 
-from ..config import Config
 from ..errors import CheckpointError
-from ..model import AuxiliaryFiles, Model
+from ..model.config import Config
+from ..model.model import AuxiliaryFiles, Model
 from . import foreign
 from .auxiliary import read_auxiliary_files
 from .gguf_file import is_gguf

@@ -12,12 +12,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from ..config import Config
-from ..cut import CUT_FIELDS
 from ..errors import CheckpointError, ConfigError
-from ..io.files import write_json
-from ..model import AuxiliaryFiles
-from ..quantization import Format
+from ..model.config import Config
+from ..model.cut import CUT_FIELDS
+from ..model.model import AuxiliaryFiles
+from ..model.quantization import Format
+from ..process.files import write_json
 from .compressed_tensors import quantization_config
 from .far_loss import FIELD as FAR_LOSS
 from .foreign import check_no_pointer

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ConfigError
-from ..quantization import Format
+from ..model.quantization import Format
 from .hf_values import shown
 from .weight_format import (
     Fields,

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..config import Config
+from ..model.config import Config
 from . import family_fields
 from .hf_layer_kinds import Fields, one_kind, windows_above, write_kinds
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..config import Config, LayerKind
 from ..errors import ConfigError
+from ..model.config import Config, LayerKind
 from .hf_layer_kinds import (
     SLIDING,
     Fields,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from ..model import AuxiliaryFiles
+from ..model.model import AuxiliaryFiles
 
 FIELD = "swiftkv_far_loss"
 """An object: `nats` lost on average on so many `tokens`, the `limit`, and the `step` that made it,

@@ -11,9 +11,9 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from ..config import Config
 from ..errors import ConfigError
-from ..model import AuxiliaryFiles, Model
+from ..model.config import Config
+from ..model.model import AuxiliaryFiles, Model
 from . import source
 from .auxiliary import load_tokenizer
 from .gguf_architectures import architecture_of, hf_fields

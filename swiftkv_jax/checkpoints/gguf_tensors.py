@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..config import Config
 from ..errors import CheckpointError
+from ..model.config import Config
 from .gguf_architectures import Architecture
 from .gguf_config import ROPE_TENSORS
 from .gguf_file import GgufFile, GgufTensor, StoredBlocks

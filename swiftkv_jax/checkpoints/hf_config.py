@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..config import MAX_LAYERS, Config
 from ..errors import ConfigError
+from ..model.config import MAX_LAYERS, Config
 from .families import FAMILIES, IRRELEVANT, Family
 from .hf_rope import check_spellings
 from .hf_values import MAX_NUMBER, check_integer, shown, unknown_field

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..config import Config, LayerKind
 from ..errors import ConfigError
+from ..model.config import Config, LayerKind
 from .hf_rope import LAYER_TYPES, rope_from_hf, rope_to_hf, ropes_from_hf, scaling_to_hf
 from .hf_values import shown
 

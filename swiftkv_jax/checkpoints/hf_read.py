@@ -21,12 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from ..config import Config
-from ..cut import has_same_delta
 from ..errors import CheckpointError
-from ..model import AuxiliaryFiles, Model
-from ..quantization import SCALE, VALUES, Format, Scheme, refuse_quantized
-from ..stacks import split_layers
+from ..model.config import Config
+from ..model.cut import has_same_delta
+from ..model.model import AuxiliaryFiles, Model
+from ..model.quantization import SCALE, VALUES, Format, Scheme, refuse_quantized
+from ..model.stacks import split_layers
 from . import foreign, source
 from .auxiliary import load_tokenizer, read_auxiliary_files, read_json
 from .encoded import Tensor, join_tensors

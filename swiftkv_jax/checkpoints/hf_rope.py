@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from ..errors import ConfigError
-from ..rope_config import Rope, RopeScaling, RopeType
+from ..model.rope_config import Rope, RopeScaling, RopeType
 from .hf_values import agreed, check_integer, check_number, shown
 
 LAYER_TYPES = ("full_attention", "sliding_attention")

@@ -21,11 +21,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from ..config import Config
 from ..errors import UsageError
-from ..io.files import check_free, new_directory, write_json
-from ..model import Model
-from ..sharding import to_host
+from ..model.config import Config
+from ..model.model import Model
+from ..model.sharding import to_host
+from ..process.files import check_free, new_directory, write_json
 from .auxiliary import write_auxiliary_files
 from .expanded import with_expanded_groups
 from .interleaved import join_pairs

@@ -23,12 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
-from ..config import Config
-from ..cut import has_same_delta
 from ..errors import CheckpointError
-from ..io.files import check_free, new_directory, write_json
-from ..model import Model
-from ..quantization import FORMATS, SCALE, VALUES, Format, Scheme
+from ..model.config import Config
+from ..model.cut import has_same_delta
+from ..model.model import Model
+from ..model.quantization import FORMATS, SCALE, VALUES, Format, Scheme
+from ..process.files import check_free, new_directory, write_json
 from . import source
 from .auxiliary import (
     load_tokenizer,

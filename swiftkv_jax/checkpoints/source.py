@@ -20,12 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
-from ..config import Config
-from ..cut import CUT_FIELDS
 from ..errors import CheckpointError, UsageError
-from ..mesh import check_mesh
-from ..model import AuxiliaryFiles, Model, check_model, default_dtype
-from ..quantization import (
+from ..model.config import Config
+from ..model.cut import CUT_FIELDS
+from ..model.mesh import check_mesh
+from ..model.model import AuxiliaryFiles, Model, check_model, default_dtype
+from ..model.quantization import (
     FORMATS,
     SCALE,
     VALUES,
@@ -36,7 +36,7 @@ from ..quantization import (
     quantize,
     scheme_for,
 )
-from ..sharding import llama_shardings, swiftkv_shardings
+from ..model.sharding import llama_shardings, swiftkv_shardings
 from .tensor_map import MappedLeaf, by_name, leaves, to_trees
 
 logger = logging.getLogger(__name__)

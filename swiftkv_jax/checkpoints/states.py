@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 
-from ..distributed import any_process
 from ..errors import CheckpointError
+from ..process.distributed import any_process
 from .digest import digest
 from .orbax_calls import try_orbax
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import jax
 
-from ..config import Config
 from ..errors import CheckpointError
-from ..param_rows import EXPERT
-from ..params import (
+from ..model.config import Config
+from ..model.param_rows import EXPERT
+from ..model.params import (
     BLOCK_PARAMS,
     QKV_PARAMS,
     Llama,
@@ -30,7 +30,7 @@ from ..params import (
     swiftkv_params,
     swiftkv_shapes,
 )
-from ..quantization import SCALE, VALUES, Format, Scheme, quantized_shapes
+from ..model.quantization import SCALE, VALUES, Format, Scheme, quantized_shapes
 from .compressed_tensors import SCALE_SUFFIX
 from .families import FAMILIES
 from .interleaved import Interleaved

@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import Sharding
 
 from ..errors import CheckpointError, OutOfMemoryError
-from ..hardware import GIB
-from ..quantization import SCALE
+from ..model.quantization import SCALE
+from ..plan.hardware import GIB
 from .encoded import Tensor
 from .interleaved import split_pairs
 from .safetensors_io import DTYPES, Stored, read_into, verify

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..special_tokens import ids_around
+from ..text.special_tokens import ids_around
 from .spm_file import ModelFile, read_model_file
 
 if TYPE_CHECKING:

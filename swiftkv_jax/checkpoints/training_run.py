@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from ..config import Config
-from ..cut import CUT_FIELDS
 from ..errors import CheckpointError, UsageError
+from ..model.config import Config
+from ..model.cut import CUT_FIELDS
 from . import open_any
 from .auxiliary import read_json
 from .digest import digest_all

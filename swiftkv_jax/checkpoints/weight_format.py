@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from ..errors import ConfigError
-from ..quantization import Format
+from ..model.quantization import Format
 from .hf_values import shown, unknown_field
 
 Layout = Literal["scaled", "packed", "mxfp4", "gptq", "awq"]

@@ -11,11 +11,11 @@ import os
 import jax
 from jax.sharding import Mesh
 
-from .. import mesh as meshes
-from ..distributed import check_all_take_part, join_processes
 from ..errors import UsageError
-from ..io.files import private_directory
-from ..mesh import MeshShape
+from ..model import mesh as meshes
+from ..model.mesh import MeshShape
+from ..process.distributed import check_all_take_part, join_processes
+from ..process.files import private_directory
 
 GPU_MEMORY_FRACTION = 0.95
 """Share of a GPU's memory that JAX allocates. The rest is for what JAX does not count: CUDA's

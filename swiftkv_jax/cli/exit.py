@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from .. import interrupts
 from ..errors import (
     CheckpointError,
     DataError,
@@ -25,6 +24,7 @@ from ..errors import (
     UsageError,
     name_attention,
 )
+from ..process import interrupts
 from . import json_log, messages, streams
 from .messages import log as log
 

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from ..errors import CheckpointError, UsageError
-from ..model import Model
+from ..model.model import Model
 from .devices import setup_devices
 from .model_options import ModelOptions
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from .. import demo
 from ..errors import UsageError
-from ..mesh_shape import MeshShape, parse_mesh
+from ..model.mesh_shape import MeshShape, parse_mesh
 from ..pallas_kernels import IMPLEMENTATIONS, Implementation
 
 if TYPE_CHECKING:

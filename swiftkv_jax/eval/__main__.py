@@ -16,7 +16,7 @@ mmlu_, mmlu_cot_0shot_ and gsm8k_cot_llama_3.1_instruct.
 
 from __future__ import annotations
 
-from .. import interrupts
+from ..process import interrupts
 
 if __name__ == "__main__":
     interrupts.install()  # before the imports that take a second

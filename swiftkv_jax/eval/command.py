@@ -12,14 +12,14 @@ from typing import Any
 from .. import cli
 from ..cli.model_loading import load_model, read_model
 from ..cli.model_options import ModelOptions
-from ..distributed import is_main_process
 from ..errors import UsageError
 from ..infer.commands.engine_options import given_engine_options
 from ..infer.commands.start import start_engine
 from ..infer.engine.engine import Engine
 from ..infer.engine.options import EngineOptions
-from ..io.files import check_absent, write_json
-from ..io.provenance import provenance
+from ..process.distributed import is_main_process
+from ..process.files import check_absent, write_json
+from ..process.provenance import provenance
 from .comparison import Report, difference, scores, table
 from .tasks import PAPER, Tasks, TaskSet
 from .text_model import TextModel

@@ -16,13 +16,13 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from ..chat_messages import normalize_messages
-from ..chat_template import render_chat
 from ..errors import DataError, UsageError
 from ..infer.engine.engine import Engine
 from ..infer.engine.requests import Request, RequestOutput, ScoreRequest
 from ..infer.text import TextStream, check_unicode, encode_pair, first_token
-from ..special_tokens import brings_first_token
+from ..text.chat_messages import normalize_messages
+from ..text.chat_template import render_chat
+from ..text.special_tokens import brings_first_token
 from .generation import Generation, generation
 
 logger = logging.getLogger(__name__)

@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from .engine.options import EngineOptions
     from .engine.requests import Request, RequestOutput, ScoreRequest
     from .engine.sampling_params import SamplingParams
-    from .structured_outputs import GrammarCompiler, StructuredOutputs
+    from .structured.structured_outputs import GrammarCompiler, StructuredOutputs
 
 # Imported when they are used: `python -m swiftkv_jax.infer` imports this package before it can
 # handle an interrupt.
 _MODULES = {
     "Engine": "engine.engine",
     "EngineOptions": "engine.options",
-    "GrammarCompiler": "structured_outputs",
+    "GrammarCompiler": "structured.structured_outputs",
     "Request": "engine.requests",
     "RequestOutput": "engine.requests",
     "SamplingParams": "engine.sampling_params",
     "ScoreRequest": "engine.requests",
-    "StructuredOutputs": "structured_outputs",
+    "StructuredOutputs": "structured.structured_outputs",
 }
 
 __all__ = [

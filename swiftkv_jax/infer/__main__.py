@@ -9,7 +9,7 @@ command:
 
 from __future__ import annotations
 
-from .. import interrupts
+from ..process import interrupts
 
 if __name__ == "__main__":
     interrupts.install()  # before the imports that take a second
@@ -25,7 +25,7 @@ from ..cli import flags_elsewhere
 
 
 class Command(NamedTuple):
-    """A command, and its modules in this package."""
+    """A command, and its modules, as seen from this package."""
 
     arguments: str
     """Has `add_flags`; its docstring is the help. Imports no JAX."""
@@ -43,7 +43,7 @@ COMMANDS = {
         "prompts in, completions out (the default)",
     ),
     "chat": Command("commands.chat_arguments", "commands.chat", "a conversation in the terminal"),
-    "serve": Command("serve.arguments", "serve.command", "an OpenAI-compatible server"),
+    "serve": Command(".serve.arguments", ".serve.command", "an OpenAI-compatible server"),
     "score": Command(
         "commands.score_arguments", "commands.score", "log-likelihoods of given text, exact"
     ),

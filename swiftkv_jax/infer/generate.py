@@ -12,10 +12,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ..cache import KVCacheDtype
-from ..config import GeneratedKV
 from ..errors import DataError, UsageError
-from ..model import Model, check_model
+from ..model.cache import KVCacheDtype
+from ..model.config import GeneratedKV
+from ..model.model import Model, check_model
 from ..pallas_kernels import Implementation
 from .engine.checks import check_request
 from .engine.engine import Engine

@@ -7,12 +7,12 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..chat_messages import MessageError, normalize_messages
-from ..chat_template import render_chat
 from ..errors import DataError, UsageError
-from ..special_tokens import brings_first_token
+from ..text.chat_messages import MessageError, normalize_messages
+from ..text.chat_template import render_chat
+from ..text.special_tokens import brings_first_token
+from ..text.stop_strings import StopStrings
 from .engine.requests import Request
-from .stop_strings import StopStrings
 
 REPLACEMENT = "\ufffd"
 _MESSAGES = "messages must be a list of objects with role and content, or tool_calls"

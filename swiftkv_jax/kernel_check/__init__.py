@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..distributed import any_process
 from ..pallas_kernels import Implementation
 from ..pallas_kernels.device import device_kernels, hopper_refused_reason
+from ..process.distributed import any_process
 from .configurations import (
     KernelConfig,
     forward_configs,

@@ -10,9 +10,9 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from ..attention import split_heads
-from ..config import Config
-from ..mesh import MODEL
+from ..model.attention import split_heads
+from ..model.config import Config
+from ..model.mesh import MODEL
 from ..pallas_kernels.device import HEAD_DIMS
 
 PAGE_SIZE = 128

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from .. import interrupts
-from ..io.files import is_running
+from ..process import interrupts
+from ..process.files import is_running
 from .comparison import verdict_on
 from .configurations import KernelConfig
 from .verdicts import DeviceVersion, Verdict, VerdictFile

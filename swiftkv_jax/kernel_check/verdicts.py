@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from ..errors import UsageError
-from ..io.files import private_directory, write_json
 from ..pallas_kernels.device import cudnn_version, device_kernels, hopper_refused_reason
+from ..process.files import private_directory, write_json
 from .configurations import KernelConfig
 
 logger = logging.getLogger(__name__)

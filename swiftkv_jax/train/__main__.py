@@ -18,7 +18,7 @@ Further commands of train, each with its own --help:
 
 from __future__ import annotations
 
-from .. import interrupts
+from ..process import interrupts
 
 if __name__ == "__main__":
     interrupts.install()  # before the imports that take a second
@@ -30,7 +30,7 @@ import sys
 from .. import cli
 from ..cli import flags_elsewhere
 from ..errors import UsageError
-from ..mesh_shape import parse_mesh
+from ..model.mesh_shape import parse_mesh
 from . import subcommands
 from .arguments import NOT_IN_RECIPE, add_training_arguments, make_recipe
 from .recipe import DEMO, RECIPES, Recipe
@@ -58,7 +58,7 @@ def recipe_from(args: argparse.Namespace) -> Recipe:
     if args.data is not None:
         given["data"] = tuple(args.data)
     if args.report_to is not None:
-        from .metrics import parse_report_to
+        from .run.metrics import parse_report_to
 
         given["report_to"] = parse_report_to(args.report_to)
     return make_recipe(args, given, demo=DEMO, command="a run")
@@ -83,14 +83,14 @@ def main(argv: list[str] | None = None) -> int:
         if args.topology and not args.dry_run:
             raise UsageError("`topology` goes with `dry_run`: a run uses the devices that are here")
         if args.dry_run:
-            from . import plan
+            from .plan import plan
 
             return plan.main(recipe, args.topology)
         from ..cli.devices import join_and_emulate, refuse_x64
 
         refuse_x64()
         join_and_emulate(recipe.mesh, args.coordinator_address, args.num_processes, args.process_id)
-        from . import loop  # after the devices are set up: Orbax and Grain look at them
+        from .run import loop  # after the devices are set up: Orbax and Grain look at them
 
         result = loop.run(recipe)
         # SIGTERM is an orderly end; Ctrl-C is reported as an interruption.

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import get_args
 
 from ..cli.model_options import add_revision
-from ..config import GENERATED_KV
+from ..model.config import GENERATED_KV
 from .arguments import add_dtype
 from .recipe import Init, Recipe
 

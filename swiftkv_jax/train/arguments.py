@@ -10,9 +10,9 @@ from typing import Any, get_args
 from ..cli.model_options import add_process_arguments, add_revision
 from ..errors import UsageError
 from ..pallas_kernels import IMPLEMENTATIONS
-from ..presets import PRESETS
+from ..plan.presets import PRESETS
 from .cut_arguments import add_cut
-from .objective import HiddenLoss, LossAverage, LossMask, Padding
+from .loss.objective import HiddenLoss, LossAverage, LossMask, Padding
 from .recipe import DEMO, RECIPES, Init, Recipe
 
 PROCESS_ARGUMENTS = "coordinator_address", "num_processes", "process_id"

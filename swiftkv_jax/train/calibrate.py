@@ -21,30 +21,30 @@ from ..checkpoints.far_loss import far_loss_warning
 from ..checkpoints.source import Source
 from ..checkpoints.training_run import CALIBRATION, EXPORT
 from ..cli.devices import join_and_emulate, refuse_x64
-from ..config import Config
-from ..cut import CUT_FIELDS, has_same_delta
-from ..distributed import check_all_take_part, is_main_process
 from ..errors import UsageError
-from ..io.files import write_json
 from ..kernel_check import checked_implementation, forward_configs
-from ..mesh import MeshShape, make_mesh, parse_mesh
-from ..model import AuxiliaryFiles, Model
-from ..stacks import cast
+from ..model.config import Config
+from ..model.cut import CUT_FIELDS, has_same_delta
+from ..model.mesh import MeshShape, make_mesh, parse_mesh
+from ..model.model import AuxiliaryFiles, Model
+from ..model.stacks import cast
+from ..process.distributed import check_all_take_part, is_main_process
+from ..process.files import write_json
+from .analysis.chosen_cut import with_cut
+from .analysis.given_analysis import warn_over_budget
 from .arguments import NOT_IN_RECIPE, PROCESS_ARGUMENTS, make_recipe
-from .chosen_cut import with_cut
 from .data.loader import DatasetMixture
-from .evaluation import (
+from .loss.far_tokens import FAR_NATS, MIN_FAR_TOKENS, far_cell
+from .recipe import DEMO, Recipe
+from .run.evaluation import (
     compare_rows,
     far_loss,
     load_held_out,
     noted_far_loss,
     warn_of_far_loss,
 )
-from .far_tokens import FAR_NATS, MIN_FAR_TOKENS, far_cell
-from .given_analysis import warn_over_budget
-from .output_folder import prepare_folder, removed_if_empty
-from .recipe import DEMO, Recipe
-from .setup import (
+from .run.output_folder import prepare_folder, removed_if_empty
+from .run.setup import (
     boundary_settings,
     check_closed_form,
     cut_model,
@@ -54,8 +54,8 @@ from .setup import (
     open_tokenizer,
     source_dtype,
 )
-from .start import calibration_tokens, initialize_delta, rows_left, scale_queries
-from .step import make_eval_step
+from .run.start import calibration_tokens, initialize_delta, rows_left, scale_queries
+from .run.step import make_eval_step
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def main(args: argparse.Namespace) -> int:
     if args.keep_delta and args.calibration_tokens is not None:
         raise UsageError("`calibration_tokens`: `keep_delta` fits nothing to them")
     if args.dry_run:
-        from . import calibration_plan
+        from .plan import calibration_plan
 
         return calibration_plan.main(recipe, args.topology)
     refuse_x64()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..config import GENERATED_KV
+from ..model.config import GENERATED_KV
 
 
 def add_cut(parser: argparse._ActionsContainer, what_for: str) -> None:

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .. import demo
-from ..config import Config, GeneratedKV
-from ..cut import CUT_FIELDS
 from ..errors import UsageError
-from ..mesh_shape import MeshShape
+from ..model.config import Config, GeneratedKV
+from ..model.cut import CUT_FIELDS
+from ..model.mesh_shape import MeshShape
 from ..pallas_kernels import Implementation
 from .data.sources import STDLIB
-from .objective import (
+from .loss.objective import (
     AUTHORS,
     Divergence,
     HiddenLoss,
@@ -25,7 +25,7 @@ from .objective import (
 )
 
 if TYPE_CHECKING:
-    from ..transformer import Remat
+    from ..model.transformer import Remat
 
 Init = Literal["closed-form", "leader", "authors"]
 """The start of a fresh delta; see `initialization.Start` for the last two."""
@@ -181,7 +181,7 @@ class Recipe:
         self._check_batch()
         self._check_evaluation()
         if self.profile_steps is not None:
-            from .profiling import parse_steps
+            from .run.profiling import parse_steps
 
             parse_steps(self.profile_steps)
 

@@ -83,13 +83,15 @@ class Subcommand(NamedTuple):
 
 
 SUBCOMMANDS = {
-    "analyze": Subcommand(analyze_arguments.__doc__, analyze_arguments.add_flags, "analyze"),
+    "analyze": Subcommand(
+        analyze_arguments.__doc__, analyze_arguments.add_flags, "analysis.analyze"
+    ),
     "calibrate": Subcommand(
         calibrate_arguments.__doc__, calibrate_arguments.add_flags, "calibrate"
     ),
     "prepare": Subcommand(add_prepare_flags.__doc__, add_prepare_flags, "data.commands", "prepare"),
     "show": Subcommand(add_show_flags.__doc__, add_show_flags, "data.commands", "show"),
-    "report": Subcommand(add_report_flags.__doc__, add_report_flags, "report"),
+    "report": Subcommand(add_report_flags.__doc__, add_report_flags, "report.report"),
 }
 """By the first word of the command line."""
 

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from swiftkv_jax.infer.serve import server
-from swiftkv_jax.infer.serve.options import ServerOptions
+from swiftkv_jax.serve import server
+from swiftkv_jax.serve.options import ServerOptions
 from tests.agents import scripted_model
 
 MODEL = "scripted"

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax.attention import Attention
-from swiftkv_jax.batch import unpacked_batch
 from swiftkv_jax.calibration import attenuation, token_weights
-from swiftkv_jax.model import Model
+from swiftkv_jax.model.attention import Attention
+from swiftkv_jax.model.batch import unpacked_batch
+from swiftkv_jax.model.model import Model
 from tests import tiny
 
 ATTENTION = Attention()

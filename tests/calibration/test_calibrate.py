@@ -10,15 +10,15 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax import calibration
-from swiftkv_jax.attention import Attention
-from swiftkv_jax.batch import unpacked_batch
 from swiftkv_jax.calibration import moments
 from swiftkv_jax.checkpoints.hf_read import load_delta
 from swiftkv_jax.errors import DivergenceError
-from swiftkv_jax.initialization import init_swiftkv
-from swiftkv_jax.model import Model
-from swiftkv_jax.rope import paired_dims
-from swiftkv_jax.stacks import split_layers
+from swiftkv_jax.model.attention import Attention
+from swiftkv_jax.model.batch import unpacked_batch
+from swiftkv_jax.model.initialization import init_swiftkv
+from swiftkv_jax.model.model import Model
+from swiftkv_jax.model.rope import paired_dims
+from swiftkv_jax.model.stacks import split_layers
 from tests import tiny
 
 RNG = np.random.default_rng(0)

@@ -12,12 +12,12 @@ import pytest
 import swiftkv_jax as skv
 from swiftkv_jax import calibration
 from swiftkv_jax.api import Calibrated
-from swiftkv_jax.attention import Attention
-from swiftkv_jax.batch import unpacked_batch
 from swiftkv_jax.calibration import Fit, calibrate, moments
-from swiftkv_jax.mesh import make_mesh
-from swiftkv_jax.sharding import batch_sharding, llama_shardings, to_host
-from swiftkv_jax.stacks import split_layers
+from swiftkv_jax.model.attention import Attention
+from swiftkv_jax.model.batch import unpacked_batch
+from swiftkv_jax.model.mesh import make_mesh
+from swiftkv_jax.model.sharding import batch_sharding, llama_shardings, to_host
+from swiftkv_jax.model.stacks import split_layers
 from tests import tiny
 
 HF = tiny.hf_config(num_key_value_layers=0, num_attention_heads=8, num_key_value_heads=4)

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax.attention import Attention
-from swiftkv_jax.batch import unpacked_batch
 from swiftkv_jax.calibration.delta import fit_delta, fit_layers, output_metrics, share_layers
 from swiftkv_jax.calibration.moments import add_batch, pair_energy, zero_moments
-from swiftkv_jax.initialization import init_swiftkv
-from swiftkv_jax.model import Model
-from swiftkv_jax.rope import apply_rope, paired_dims, rope_tables
-from swiftkv_jax.stacks import split_layers
+from swiftkv_jax.model.attention import Attention
+from swiftkv_jax.model.batch import unpacked_batch
+from swiftkv_jax.model.initialization import init_swiftkv
+from swiftkv_jax.model.model import Model
+from swiftkv_jax.model.rope import apply_rope, paired_dims, rope_tables
+from swiftkv_jax.model.stacks import split_layers
 from tests import tiny
 
 RNG = np.random.default_rng(0)

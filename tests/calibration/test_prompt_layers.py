@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax.attention import Attention
-from swiftkv_jax.batch import Batch
 from swiftkv_jax.calibration import calibrate
 from swiftkv_jax.errors import DivergenceError
-from swiftkv_jax.stacks import split_layers
+from swiftkv_jax.model.attention import Attention
+from swiftkv_jax.model.batch import Batch
+from swiftkv_jax.model.stacks import split_layers
 from tests import oracle, tiny
 from tests.calibration.test_calibrate import TOKENS, divergence, linear_teacher, random_teacher
 

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from swiftkv_jax import Config, Model, transformer
-from swiftkv_jax.batch import unpacked_batch
-from swiftkv_jax.layers import unembed
-from swiftkv_jax.params import llama_shapes, swiftkv_shapes
+from swiftkv_jax import Config, Model
+from swiftkv_jax.model import transformer
+from swiftkv_jax.model.batch import unpacked_batch
+from swiftkv_jax.model.layers import unembed
+from swiftkv_jax.model.params import llama_shapes, swiftkv_shapes
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 UNTIED, TIED = FIXTURES / "llama-init-4of8-group1", FIXTURES / "llama-trained-4of8-group2-tied"

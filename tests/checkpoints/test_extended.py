@@ -12,9 +12,9 @@ import pytest
 import swiftkv_jax as skv
 from swiftkv_jax.checkpoints.hf_read import load_delta
 from swiftkv_jax.convert import main
-from swiftkv_jax.initialization import init_swiftkv
-from swiftkv_jax.model import Model
-from swiftkv_jax.quantization import is_quantized
+from swiftkv_jax.model.initialization import init_swiftkv
+from swiftkv_jax.model.model import Model
+from swiftkv_jax.model.quantization import is_quantized
 from tests import tiny
 
 HF = tiny.hf_config(attention_bias=True)

@@ -12,7 +12,7 @@ from swiftkv_jax.checkpoints.hf_read import load_hf, save_hf
 from swiftkv_jax.checkpoints.hf_write import write_hf
 from swiftkv_jax.checkpoints.source import from_model
 from swiftkv_jax.errors import OutOfMemoryError
-from swiftkv_jax.mesh import make_mesh
+from swiftkv_jax.model.mesh import make_mesh
 from tests.checkpoints.hf_models import UNTIED, biased_model, edit
 
 

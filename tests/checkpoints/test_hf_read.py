@@ -16,7 +16,7 @@ from swiftkv_jax.checkpoints.hf_config import config_from_hf
 from swiftkv_jax.checkpoints.hf_read import load_delta, load_hf, open_hf, save_hf
 from swiftkv_jax.checkpoints.hf_write import write_hf
 from swiftkv_jax.checkpoints.source import from_model
-from swiftkv_jax.mesh import make_mesh
+from swiftkv_jax.model.mesh import make_mesh
 from tests.checkpoints.hf_models import (
     BIASED,
     DTYPES,

@@ -17,8 +17,8 @@ from swiftkv_jax import CheckpointError, Config, Model, UsageError, checkpoints,
 from swiftkv_jax.checkpoints import orbax_io
 from swiftkv_jax.checkpoints.digest import digest
 from swiftkv_jax.checkpoints.source import from_model
-from swiftkv_jax.mesh import make_mesh
-from swiftkv_jax.params import llama_shapes, swiftkv_shapes
+from swiftkv_jax.model.mesh import make_mesh
+from swiftkv_jax.model.params import llama_shapes, swiftkv_shapes
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 UNTIED, TIED = FIXTURES / "llama-init-4of8-group1", FIXTURES / "llama-trained-4of8-group2-tied"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from swiftkv_jax import Config, Model, save_hf
-from swiftkv_jax.params import llama_shapes, swiftkv_shapes
+from swiftkv_jax.model.params import llama_shapes, swiftkv_shapes
 from tests.two_processes import run_together
 
 CONFIG = Config(

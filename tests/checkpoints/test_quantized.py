@@ -15,8 +15,8 @@ from swiftkv_jax import CheckpointError
 from swiftkv_jax.checkpoints import load, open_any
 from swiftkv_jax.convert import main as convert
 from swiftkv_jax.demo import SWIFTKV
-from swiftkv_jax.mesh import make_mesh
-from swiftkv_jax.quantization import Quantized, Scheme, dequantize
+from swiftkv_jax.model.mesh import make_mesh
+from swiftkv_jax.model.quantization import Quantized, Scheme, dequantize
 from tests import tiny
 from tests.checkpoints.fp8_files import (
     E4M3,

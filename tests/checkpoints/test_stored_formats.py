@@ -15,8 +15,8 @@ from swiftkv_jax.checkpoints import encoded, open_any, stored_formats
 from swiftkv_jax.checkpoints.hf_read import load_delta, open_delta
 from swiftkv_jax.checkpoints.tensor_reader import TensorReader
 from swiftkv_jax.convert import main as convert
-from swiftkv_jax.mesh import make_mesh
-from swiftkv_jax.quantization import Scheme, dequantize
+from swiftkv_jax.model.mesh import make_mesh
+from swiftkv_jax.model.quantization import Scheme, dequantize
 from tests import tiny
 from tests.checkpoints import quantized_files
 from tests.checkpoints.fp8_files import assert_same, stored, write

@@ -16,7 +16,7 @@ from swiftkv_jax.cli.devices import (
     setup_devices,
 )
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.mesh import MeshShape
+from swiftkv_jax.model.mesh import MeshShape
 
 ROOT = Path(__file__).parents[2]
 FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")

@@ -12,7 +12,7 @@ from swiftkv_jax import demo
 from swiftkv_jax.cli.model_loading import load_model, read_model
 from swiftkv_jax.cli.model_options import ModelOptions, add_model_arguments
 from swiftkv_jax.errors import CheckpointError, UsageError
-from swiftkv_jax.mesh import MeshShape
+from swiftkv_jax.model.mesh import MeshShape
 
 STUDENT = Path(__file__).parents[1] / "fixtures" / "llama-init-4of8-group1"
 

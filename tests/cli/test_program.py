@@ -86,7 +86,7 @@ def test_a_module_is_the_same_program():
 def test_packages_of_commands_import_quickly():
     """What runs before the handler of SIGINT is there: no JAX, nothing that takes long."""
     names = ["swiftkv_jax", "swiftkv_jax.infer", "swiftkv_jax.train", "swiftkv_jax.eval"]
-    code = f"import sys, {', '.join(names)}, swiftkv_jax.interrupts, swiftkv_jax.cli\n"
+    code = f"import sys, {', '.join(names)}, swiftkv_jax.process.interrupts, swiftkv_jax.cli\n"
     code += "print(*sorted({name.partition('.')[0] for name in sys.modules}))"
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True

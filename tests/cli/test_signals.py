@@ -183,7 +183,7 @@ def test_a_python_program_keeps_its_own_handler():
     program = """
 import signal
 before = signal.getsignal(signal.SIGINT)
-import swiftkv_jax.infer, swiftkv_jax.interrupts
+import swiftkv_jax.infer, swiftkv_jax.process.interrupts
 from swiftkv_jax.__main__ import main
 assert main(["--version"]) == 0 and signal.getsignal(signal.SIGINT) is before
 """

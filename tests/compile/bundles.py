@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from swiftkv_jax.pallas_kernels import decode_attention, prefill_attention, tpu
-from swiftkv_jax.topology import ENVIRONMENT
+from swiftkv_jax.plan.topology import ENVIRONMENT
 from tests.compile.compiled import lower_for
 
 N, K, H = 32, 8, 128  # heads of Llama-3.1-8B and their dim

@@ -12,7 +12,7 @@ import jax
 from jax.experimental.mosaic.gpu import core
 from jax.sharding import NamedSharding, PartitionSpec
 
-from swiftkv_jax.topology import topology_mesh
+from swiftkv_jax.plan.topology import topology_mesh
 
 
 class Kernel(NamedTuple):

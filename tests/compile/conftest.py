@@ -3,7 +3,7 @@
 import os
 import tempfile
 
-from swiftkv_jax.topology import ENVIRONMENT
+from swiftkv_jax.plan.topology import ENVIRONMENT
 
 DUMP = tempfile.mkdtemp(prefix="mosaic-")
 """Where Mosaic leaves the PTX of each kernel it compiles, and ptxas its figures."""

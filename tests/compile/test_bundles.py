@@ -6,7 +6,7 @@ The counts are those of the libtpu of requirements-compile.lock. More of them ar
 import jax.numpy as jnp
 import pytest
 
-from swiftkv_jax.hardware import hardware_of
+from swiftkv_jax.plan.hardware import hardware_of
 from tests.compile.bundles import PAGE, H, K, decode_block, largest, schedule, segments
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}

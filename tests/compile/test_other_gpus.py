@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
-from swiftkv_jax.config import Config
 from swiftkv_jax.infer.runner.lowering import DecodeProgram, PrefillProgram, lower_program
 from swiftkv_jax.infer.runner.shapes import FEW_TILES
+from swiftkv_jax.model.config import Config
 from swiftkv_jax.pallas_kernels import choice, cudnn, decode_attention, prefill_attention
-from swiftkv_jax.presets import LLAMA_8B, LLAMA_70B
-from swiftkv_jax.topology import topology_mesh
+from swiftkv_jax.plan.presets import LLAMA_8B, LLAMA_70B
+from swiftkv_jax.plan.topology import topology_mesh
 from tests.compile.compiled import compile_for
 
 MIB = 2**20

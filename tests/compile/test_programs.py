@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks import command_buffers, hlo
 from benchmarks.predict import steps
-from swiftkv_jax.cache import bytes_per_token
 from swiftkv_jax.infer.runner.lowering import (
     DecodeKind,
     DecodeProgram,
@@ -19,7 +18,8 @@ from swiftkv_jax.infer.runner.lowering import (
     UpperProgram,
     lower_program,
 )
-from swiftkv_jax.presets import (
+from swiftkv_jax.model.cache import bytes_per_token
+from swiftkv_jax.plan.presets import (
     GEMMA3_12B,
     LLAMA_8B,
     LLAMA_70B,
@@ -28,7 +28,7 @@ from swiftkv_jax.presets import (
     QWEN3_30B_A3B,
     QWEN25_32B,
 )
-from swiftkv_jax.topology import topology_mesh
+from swiftkv_jax.plan.topology import topology_mesh
 from tests.compile.compiled import with_kernels
 
 GIB, MIB = 2**30, 2**20

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from swiftkv_jax import layers
-from swiftkv_jax.boundary import project_fused_kv
 from swiftkv_jax.infer.runner.weights import weight_shapes
-from swiftkv_jax.layers import output_and_mlp, project_heads
-from swiftkv_jax.presets import LLAMA_8B
-from swiftkv_jax.quantization import Scheme
+from swiftkv_jax.model import layers
+from swiftkv_jax.model.boundary import project_fused_kv
+from swiftkv_jax.model.layers import output_and_mlp, project_heads
+from swiftkv_jax.model.quantization import Scheme
+from swiftkv_jax.plan.presets import LLAMA_8B
 from tests.compile.compiled import compile_for
 
 MIB = 2**20

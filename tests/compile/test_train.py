@@ -8,10 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from swiftkv_jax.config import Config
-from swiftkv_jax.hardware import GIB, hardware_of
-from swiftkv_jax.mesh import parse_mesh
-from swiftkv_jax.presets import (
+from swiftkv_jax.model.config import Config
+from swiftkv_jax.model.mesh import parse_mesh
+from swiftkv_jax.model.transformer import Remat
+from swiftkv_jax.plan.hardware import GIB, hardware_of
+from swiftkv_jax.plan.presets import (
     GEMMA3_12B,
     LLAMA_8B,
     LLAMA_70B,
@@ -19,12 +20,11 @@ from swiftkv_jax.presets import (
     QWEN3_8B,
     QWEN3_30B_A3B,
 )
-from swiftkv_jax.topology import topology_mesh
-from swiftkv_jax.train import calibration_plan
-from swiftkv_jax.train.memory import fits, memory_per_device
-from swiftkv_jax.train.plan import lower_step
+from swiftkv_jax.plan.topology import topology_mesh
+from swiftkv_jax.train.plan import calibration_plan
+from swiftkv_jax.train.plan.memory import fits, memory_per_device
+from swiftkv_jax.train.plan.plan import lower_step
 from swiftkv_jax.train.recipe import Recipe
-from swiftkv_jax.transformer import Remat
 from tests.compile.compiled import with_kernels
 
 OWN_8B = dataclasses.replace(LLAMA_8B, generated_kv="own")

@@ -16,7 +16,7 @@ from swiftkv_jax.checkpoints.hf_write import base_model_digest
 from swiftkv_jax.checkpoints.quantization_config import read_quantization_config
 from swiftkv_jax.convert import main as convert
 from swiftkv_jax.errors import CheckpointError, ConfigError
-from swiftkv_jax.quantization import Quantized
+from swiftkv_jax.model.quantization import Quantized
 from tests.checkpoints import quantized_files
 from tests.checkpoints.fp8_files import assert_same, stored
 from tests.checkpoints.fp8_files import write as write_tensors

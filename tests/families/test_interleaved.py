@@ -13,7 +13,7 @@ from swiftkv_jax.checkpoints.hf_write import base_model_digest
 from swiftkv_jax.checkpoints.interleaved import Interleaved, join_pairs, split_pairs
 from swiftkv_jax.checkpoints.tensor_map import leaves
 from swiftkv_jax.convert import main as convert
-from swiftkv_jax.quantization import Quantized, dequantize
+from swiftkv_jax.model.quantization import Quantized, dequantize
 from tests.checkpoints import quantized_files
 from tests.checkpoints.fp8_files import assert_same, stored
 from tests.checkpoints.fp8_files import write as write_tensors

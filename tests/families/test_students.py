@@ -11,12 +11,13 @@ import pytest
 from safetensors.numpy import load_file
 
 import swiftkv_jax as skv
-from swiftkv_jax import ConfigError, Model, layers, transformer
-from swiftkv_jax.attention import Attention
-from swiftkv_jax.batch import unpacked_batch
+from swiftkv_jax import ConfigError, Model
 from swiftkv_jax.infer import Engine, ScoreRequest
+from swiftkv_jax.model import layers, transformer
+from swiftkv_jax.model.attention import Attention
+from swiftkv_jax.model.batch import unpacked_batch
+from swiftkv_jax.train.analysis.sweep import analyze_cuts
 from swiftkv_jax.train.recipe import Init
-from swiftkv_jax.train.sweep import analyze_cuts
 
 from . import models
 from .cases import CASES, PROMPT, VOCABULARY, tokens

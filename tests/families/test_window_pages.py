@@ -8,8 +8,8 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax import Model
-from swiftkv_jax.cache import KVCacheDtype, bytes_per_token, cache_dtype
 from swiftkv_jax.infer import Engine, EngineOptions, Request, SamplingParams, ScoreRequest
+from swiftkv_jax.model.cache import KVCacheDtype, bytes_per_token, cache_dtype
 
 from .cases import tokens
 

@@ -14,7 +14,7 @@ from swiftkv_jax.checkpoints.hf_read import load_delta
 from swiftkv_jax.checkpoints.hf_write import base_model_digest
 from swiftkv_jax.checkpoints.source import from_model
 from swiftkv_jax.convert import main as convert
-from swiftkv_jax.quantization import Quantized
+from swiftkv_jax.model.quantization import Quantized
 from tests.checkpoints import quantized_files
 from tests.checkpoints.fp8_files import assert_same, stored
 

@@ -8,7 +8,6 @@ from collections import abc
 
 import numpy as np
 
-from swiftkv_jax.config import Config, LayerKind
 from swiftkv_jax.infer.engine.chunk_builder import Limits
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import EngineOptions
@@ -18,6 +17,7 @@ from swiftkv_jax.infer.engine.sampler_output import AsyncOutput, SamplerOutput
 from swiftkv_jax.infer.engine.scheduler import MAX_SKIPS
 from swiftkv_jax.infer.runner.prefill_chunk import chunk_needs
 from swiftkv_jax.infer.runner.shapes import Shapes
+from swiftkv_jax.model.config import Config, LayerKind
 
 VOCAB, END = 97, 0
 CONFIG = Config(

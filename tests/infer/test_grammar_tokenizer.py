@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer import GrammarCompiler, StructuredOutputs
-from swiftkv_jax.infer.grammar_tokenizer import hide_token_names
+from swiftkv_jax.infer.structured.grammar_tokenizer import hide_token_names
 
 ADDED = [
     AddedToken("<tool_call>", special=False, normalized=False),

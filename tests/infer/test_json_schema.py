@@ -7,7 +7,7 @@ import pytest
 
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer import StructuredOutputs
-from swiftkv_jax.infer.json_schema import FORMATS, checked_schema
+from swiftkv_jax.infer.structured.json_schema import FORMATS, checked_schema
 from tests.infer.test_structured_outputs import COMPILER, accepts, walk
 
 INT64, UINT64 = 2**63 - 1, 2**64 - 1

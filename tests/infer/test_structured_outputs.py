@@ -10,7 +10,7 @@ import pytest
 
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer import GrammarCompiler, StructuredOutputs
-from swiftkv_jax.infer.structured_outputs import MAX_REGEX_LENGTH
+from swiftkv_jax.infer.structured.structured_outputs import MAX_REGEX_LENGTH
 from tests.infer.mock_model_runner import END, VOCAB
 from tests.infer.serve.conftest import make_tokenizer
 

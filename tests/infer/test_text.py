@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerFast
 
 import swiftkv_jax.infer.text as text_module
 from swiftkv_jax import UsageError
-from swiftkv_jax.infer.stop_strings import StopStrings
 from swiftkv_jax.infer.text import (
     HELD_TOKENS,
     Detokenizer,
@@ -19,6 +18,7 @@ from swiftkv_jax.infer.text import (
     encode_chat,
     text_decoder,
 )
+from swiftkv_jax.text.stop_strings import StopStrings
 from tests.conftest import TEXT
 from tests.infer.conftest import CHAT_TEMPLATE
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_jax.io import provenance
-from swiftkv_jax.io.provenance import _commit
+from swiftkv_jax.process import provenance
+from swiftkv_jax.process.provenance import _commit
 
 COMMIT = "1309431f0a6ab0c1b0d0e2a4a4d3c2f1e0d9c8b7"
 

@@ -13,7 +13,7 @@ from swiftkv_jax.kernel_check import (
 from swiftkv_jax.kernel_check.comparison import compare, verdict_on
 from swiftkv_jax.kernel_check.configurations import model_configs
 from swiftkv_jax.pallas_kernels import grouped_product
-from swiftkv_jax.presets import PRESETS
+from swiftkv_jax.plan.presets import PRESETS
 from tests.pallas_kernels.interpreted import device_of, under
 
 

@@ -1,5 +1,4 @@
-"""Kernels are checked before their first use: right ones are used, others are not, in child
-processes that stand in for a device's."""
+"""The check of kernels before their first use, in child processes that stand in for a device's."""
 
 import dataclasses
 import functools
@@ -18,7 +17,8 @@ import jax.numpy as jnp
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax import check_kernels, kernel_check
+from swiftkv_jax import kernel_check
+from swiftkv_jax.cli import check_kernels
 from swiftkv_jax.infer import Engine, EngineOptions, Request, SamplingParams
 from swiftkv_jax.infer.runner.build import build_model_runner
 from swiftkv_jax.kernel_check import (
@@ -32,7 +32,7 @@ from swiftkv_jax.kernel_check import (
 )
 from swiftkv_jax.kernel_check.comparison import compare
 from swiftkv_jax.kernel_check.verdicts import DeviceVersion, Verdict, VerdictFile
-from swiftkv_jax.mesh import make_mesh
+from swiftkv_jax.model.mesh import make_mesh
 from tests import tiny
 from tests.kernel_check.stand_in import A100, Kernels, gpu, tpu
 

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax.config import LayerKind
 from swiftkv_jax.infer import EngineOptions
 from swiftkv_jax.infer.runner import build
 from swiftkv_jax.kernel_check import KernelConfig, serving_configs, training_configs
 from swiftkv_jax.kernel_check.comparison import compare, verdict_on
 from swiftkv_jax.kernel_check.configurations import forward_configs, model_configs, needed_from
+from swiftkv_jax.model.config import LayerKind
 from swiftkv_jax.pallas_kernels.ops import choose_implementation
 from tests import tiny
 from tests.kernel_check.stand_in import Kernels

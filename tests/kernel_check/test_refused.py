@@ -5,7 +5,8 @@ import types
 
 import pytest
 
-from swiftkv_jax import check_kernels, kernel_check
+from swiftkv_jax import kernel_check
+from swiftkv_jax.cli import check_kernels
 from swiftkv_jax.kernel_check import KernelCheck, checked_implementation, configurations
 from swiftkv_jax.pallas_kernels import device
 

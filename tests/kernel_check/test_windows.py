@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax.config import LayerKind
 from swiftkv_jax.kernel_check import KernelConfig, serving_configs, training_configs
 from swiftkv_jax.kernel_check.comparison import compare
 from swiftkv_jax.kernel_check.configurations import forward_configs, needed_from
+from swiftkv_jax.model.config import LayerKind
 from tests.kernel_check.test_kernel_check import small
 from tests.tiny import model_of
 

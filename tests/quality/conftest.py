@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.quality import held_out
 from swiftkv_jax.train.recipe import DEMO
-from swiftkv_jax.train.setup import open_tokenizer
+from swiftkv_jax.train.run.setup import open_tokenizer
 
 
 @pytest.fixture(scope="module")

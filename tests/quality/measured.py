@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks import measurements
 from benchmarks.quality import table
 from benchmarks.quality.sections import by_teacher
-from swiftkv_jax.train.far_tokens import MAX_FAR_LOSS
+from swiftkv_jax.train.loss.far_tokens import MAX_FAR_LOSS
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROOT = DOCS.parent

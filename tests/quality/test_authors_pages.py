@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import measurements
 from benchmarks.quality import verdict
-from swiftkv_jax.config import GENERATED_KV
+from swiftkv_jax.model.config import GENERATED_KV
 from swiftkv_jax.train.recipe import DEMO
 from tests.quality.measured import above, above_all, far, page, rows_of, star, student, table_line
 

@@ -15,17 +15,17 @@ import swiftkv_jax as skv
 from benchmarks.quality import __main__ as command
 from benchmarks.quality import bench, scores, students
 from benchmarks.quality.generation import find_prompts, parsed_blocks
-from swiftkv_jax.batch import Batch
 from swiftkv_jax.checkpoints import open_any
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.mesh import make_mesh
+from swiftkv_jax.model.batch import Batch
+from swiftkv_jax.model.mesh import make_mesh
 from swiftkv_jax.train.__main__ import main as train
-from swiftkv_jax.train.batch_sharder import BatchSharder
 from swiftkv_jax.train.data.loader import batches
 from swiftkv_jax.train.recipe import DEMO, Recipe
-from swiftkv_jax.train.setup import check_trainable, cut_model, load_data, load_model
-from swiftkv_jax.train.start import initialize_delta
-from swiftkv_jax.train.step import (
+from swiftkv_jax.train.run.batch_sharder import BatchSharder
+from swiftkv_jax.train.run.setup import check_trainable, cut_model, load_data, load_model
+from swiftkv_jax.train.run.start import initialize_delta
+from swiftkv_jax.train.run.step import (
     init_state,
     make_optimizer,
     make_train_step,

@@ -10,14 +10,14 @@ import pytest
 
 from benchmarks import measurements
 from benchmarks.quality import table, verdict
-from swiftkv_jax import cost
-from swiftkv_jax.cache import answer_bytes_per_token, bytes_per_token
-from swiftkv_jax.config import GeneratedKV
-from swiftkv_jax.cut import choose_generated_kv
-from swiftkv_jax.presets import PRESETS
-from swiftkv_jax.train.far_tokens import MAX_FAR_LOSS
+from swiftkv_jax.model.cache import answer_bytes_per_token, bytes_per_token
+from swiftkv_jax.model.config import GeneratedKV
+from swiftkv_jax.model.cut import choose_generated_kv
+from swiftkv_jax.plan import cost
+from swiftkv_jax.plan.presets import PRESETS
+from swiftkv_jax.train.loss.far_tokens import MAX_FAR_LOSS
+from swiftkv_jax.train.plan.serving_plan import decode_bytes
 from swiftkv_jax.train.recipe import DEMO
-from swiftkv_jax.train.serving_plan import decode_bytes
 from tests.quality.measured import (
     DOCS,
     HALF,

@@ -17,7 +17,7 @@ from benchmarks.real import __main__ as command
 from benchmarks.real import cells, corpus, documents, forward, human_eval, measure, parts, table
 from benchmarks.real.rows import quiz_rows, text_rows
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.presets import LLAMA_8B
+from swiftkv_jax.plan.presets import LLAMA_8B
 from swiftkv_jax.train.recipe import DEMO
 
 SHORT = 512

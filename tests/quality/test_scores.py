@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.quality import held_out, scores
 from swiftkv_jax import Model, calibrate, logits
-from swiftkv_jax.mesh import make_mesh
-from swiftkv_jax.train.distill import Objective, distill_sums
+from swiftkv_jax.model.mesh import make_mesh
+from swiftkv_jax.train.loss.distill import Objective, distill_sums
 from tests import tiny
 
 T, PROMPT, KEPT = held_out.LENGTH, held_out.PROMPT, scores.KEPT

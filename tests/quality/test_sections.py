@@ -2,7 +2,7 @@
 
 from benchmarks.quality import overview, plot, students, table
 from benchmarks.quality.sections import made_by, page_name, pages, section
-from swiftkv_jax.config import GENERATED_KV
+from swiftkv_jax.model.config import GENERATED_KV
 from tests.quality.made_rows import HALF, cell, document, rows, trained
 
 PAIR = [

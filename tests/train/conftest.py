@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from swiftkv_jax.train import report
+from swiftkv_jax.train.report import report
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from swiftkv_jax.mesh import MODEL, make_mesh
-from swiftkv_jax.params import SwiftKV
-from swiftkv_jax.train.checkpointing import Resume, RunCheckpoints
-from swiftkv_jax.train.step import TrainState
+from swiftkv_jax.model.mesh import MODEL, make_mesh
+from swiftkv_jax.model.params import SwiftKV
+from swiftkv_jax.train.run.checkpointing import Resume, RunCheckpoints
+from swiftkv_jax.train.run.step import TrainState
 
 FINGERPRINT = {"seed": 0, "data": "0badc0de", "mesh_free": [1, 2]}
 

@@ -11,23 +11,24 @@ import pytest
 from jax.sharding import Mesh
 
 from swiftkv_jax import Config, LayerKind, Model, Rope, add_swiftkv
-from swiftkv_jax.attention import Attention
-from swiftkv_jax.batch import Batch
 from swiftkv_jax.calibration import LayerFit, calibrate
 from swiftkv_jax.calibration.moments import zero_moments
-from swiftkv_jax.initialization import init_llama, init_swiftkv
-from swiftkv_jax.mesh import make_mesh
-from swiftkv_jax.params import Llama, SwiftKV
-from swiftkv_jax.sharding import batch_sharding, llama_shardings
-from swiftkv_jax.stacks import split_layers
-from swiftkv_jax.train import cut_kv, far_tokens, sweep_programs
-from swiftkv_jax.train.cut_kv import plan_passes
-from swiftkv_jax.train.cut_list import possible_cuts
-from swiftkv_jax.train.distill import Objective, distill_sums
-from swiftkv_jax.train.far_tokens import only_far
+from swiftkv_jax.model.attention import Attention
+from swiftkv_jax.model.batch import Batch
+from swiftkv_jax.model.initialization import init_llama, init_swiftkv
+from swiftkv_jax.model.mesh import make_mesh
+from swiftkv_jax.model.params import Llama, SwiftKV
+from swiftkv_jax.model.sharding import batch_sharding, llama_shardings
+from swiftkv_jax.model.stacks import split_layers
+from swiftkv_jax.model.transformer import run_lower_layers, teacher
+from swiftkv_jax.train.analysis import cut_kv, sweep_programs
+from swiftkv_jax.train.analysis.cut_kv import plan_passes
+from swiftkv_jax.train.analysis.cut_list import possible_cuts
+from swiftkv_jax.train.analysis.sweep import Analysis, analyze_cuts
+from swiftkv_jax.train.loss import far_tokens
+from swiftkv_jax.train.loss.distill import Objective, distill_sums
+from swiftkv_jax.train.loss.far_tokens import only_far
 from swiftkv_jax.train.recipe import Init
-from swiftkv_jax.train.sweep import Analysis, analyze_cuts
-from swiftkv_jax.transformer import run_lower_layers, teacher
 
 CONFIG = Config(
     vocab_size=61,

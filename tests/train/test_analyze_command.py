@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from swiftkv_jax import demo
-from swiftkv_jax.attention import Attention
 from swiftkv_jax.calibration import LayerFit
 from swiftkv_jax.errors import DataError
-from swiftkv_jax.train import analyze, far_tokens
+from swiftkv_jax.model.attention import Attention
 from swiftkv_jax.train.__main__ import main
-from swiftkv_jax.train.analysis_table import describe_dips
-from swiftkv_jax.train.sweep import CutResult, LayerR2, Sweep, analyze_cuts
+from swiftkv_jax.train.analysis import analyze
+from swiftkv_jax.train.analysis.analysis_table import describe_dips
+from swiftkv_jax.train.analysis.sweep import CutResult, LayerR2, Sweep, analyze_cuts
+from swiftkv_jax.train.loss import far_tokens
 from tests.train.test_analyze import BATCHES, CONFIG, LLAMA
 from tests.train.test_recommendation import cut as made_cut
 

@@ -15,8 +15,9 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax.train import calibrate as train_calibrate
-from swiftkv_jax.train import evaluation, far_tokens, start
 from swiftkv_jax.train.__main__ import main
+from swiftkv_jax.train.loss import far_tokens
+from swiftkv_jax.train.run import evaluation, start
 from tests import tiny
 from tests.test_cost import CONFIG
 from tests.train.test_chosen_cut import write_analysis

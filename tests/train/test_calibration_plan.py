@@ -9,16 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from swiftkv_jax.attention import Attention
-from swiftkv_jax.batch import unpacked_batch
 from swiftkv_jax.calibration.delta import fit_delta
 from swiftkv_jax.calibration.moments import add_batch, zero_moments
-from swiftkv_jax.initialization import init_llama
-from swiftkv_jax.params import PromptMLP
-from swiftkv_jax.presets import PRESETS
-from swiftkv_jax.train import plan
+from swiftkv_jax.model.attention import Attention
+from swiftkv_jax.model.batch import unpacked_batch
+from swiftkv_jax.model.initialization import init_llama
+from swiftkv_jax.model.params import PromptMLP
+from swiftkv_jax.plan.presets import PRESETS
 from swiftkv_jax.train.__main__ import main
-from swiftkv_jax.train.calibration_plan import host_memory
+from swiftkv_jax.train.plan import plan
+from swiftkv_jax.train.plan.calibration_plan import host_memory
 from tests.test_cost import CONFIG
 
 

@@ -10,16 +10,16 @@ import pytest
 
 from swiftkv_jax import demo
 from swiftkv_jax.checkpoints import open_any
-from swiftkv_jax.cut import CUT_FIELDS
 from swiftkv_jax.errors import DataError, UsageError
-from swiftkv_jax.mesh import make_mesh
-from swiftkv_jax.train import chosen_cut
-from swiftkv_jax.train.analyze import recorded_options
+from swiftkv_jax.model.cut import CUT_FIELDS
+from swiftkv_jax.model.mesh import make_mesh
+from swiftkv_jax.train.analysis import chosen_cut
+from swiftkv_jax.train.analysis.analyze import recorded_options
+from swiftkv_jax.train.analysis.chosen_cut import with_cut
+from swiftkv_jax.train.analysis.given_analysis import read_analysis, warn_over_budget, with_analysis
+from swiftkv_jax.train.analysis.recommendation import Budget, recommend
 from swiftkv_jax.train.arguments import make_recipe
-from swiftkv_jax.train.chosen_cut import with_cut
-from swiftkv_jax.train.given_analysis import read_analysis, warn_over_budget, with_analysis
 from swiftkv_jax.train.recipe import DEMO, Recipe
-from swiftkv_jax.train.recommendation import Budget, recommend
 from tests.train.test_recommendation import CUTS, MANY, cut
 
 CONFIG = dataclasses.replace(

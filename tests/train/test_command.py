@@ -7,10 +7,10 @@ import pytest
 
 from swiftkv_jax import demo
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.train import setup
 from swiftkv_jax.train.__main__ import main, parser, recipe_from
-from swiftkv_jax.train.output_folder import prepare_folder
 from swiftkv_jax.train.recipe import DEMO, Recipe
+from swiftkv_jax.train.run import setup
+from swiftkv_jax.train.run.output_folder import prepare_folder
 
 
 @pytest.fixture(scope="module")

@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 
 from swiftkv_jax import Config
-from swiftkv_jax.attention import Attention
-from swiftkv_jax.batch import Batch
 from swiftkv_jax.calibration import calibrate
-from swiftkv_jax.stacks import split_layers
-from swiftkv_jax.train import cut_boundary, far_tokens
-from swiftkv_jax.train import sweep as sweep_module
-from swiftkv_jax.train.distill import Objective, distill_sums
-from swiftkv_jax.train.far_tokens import only_far
-from swiftkv_jax.train.sweep import Sweep
+from swiftkv_jax.model.attention import Attention
+from swiftkv_jax.model.batch import Batch
+from swiftkv_jax.model.stacks import split_layers
+from swiftkv_jax.train.analysis import cut_boundary
+from swiftkv_jax.train.analysis import sweep as sweep_module
+from swiftkv_jax.train.analysis.sweep import Sweep
+from swiftkv_jax.train.loss import far_tokens
+from swiftkv_jax.train.loss.distill import Objective, distill_sums
+from swiftkv_jax.train.loss.far_tokens import only_far
 from tests.train.test_analyze import CONFIG, LLAMA, OTHERS, packed_batch
 
 TAIL, NEURONS = 3, 12

@@ -3,7 +3,7 @@
 import pytest
 
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.train.cut_list import parse_cuts
+from swiftkv_jax.train.analysis.cut_list import parse_cuts
 
 
 @pytest.mark.parametrize(

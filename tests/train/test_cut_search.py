@@ -7,9 +7,9 @@ import pytest
 
 from swiftkv_jax.calibration import LayerFit
 from swiftkv_jax.errors import ConfigError
-from swiftkv_jax.train import cut_search
-from swiftkv_jax.train.cut_search import dips, search
-from swiftkv_jax.train.recommendation import Budget
+from swiftkv_jax.train.analysis import cut_search
+from swiftkv_jax.train.analysis.cut_search import dips, search
+from swiftkv_jax.train.analysis.recommendation import Budget
 from tests.train.test_recommendation import cut
 
 LAYERS = 30

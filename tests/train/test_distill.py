@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from swiftkv_jax import Config, Model, add_swiftkv, distill_loss, logits
-from swiftkv_jax.batch import Batch, unpacked_batch
-from swiftkv_jax.initialization import init_llama
-from swiftkv_jax.train import distill
+from swiftkv_jax.model.batch import Batch, unpacked_batch
+from swiftkv_jax.model.initialization import init_llama
+from swiftkv_jax.train.loss import distill
 
 CONFIG = Config(
     vocab_size=61, embed_dim=32, mlp_dim=48, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=8

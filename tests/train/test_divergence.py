@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from swiftkv_jax.train import distill
-from swiftkv_jax.train.divergence import describe
+from swiftkv_jax.train.loss import distill
+from swiftkv_jax.train.loss.divergence import describe
 
 ROWS, LENGTH, VOCABULARY, WIDTH = 2, 13, 61, 16
 

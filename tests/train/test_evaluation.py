@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from swiftkv_jax.checkpoints.far_loss import FIELD, far_loss_warning
-from swiftkv_jax.model import AuxiliaryFiles
-from swiftkv_jax.train import evaluation
+from swiftkv_jax.model.model import AuxiliaryFiles
 from swiftkv_jax.train.__main__ import main
+from swiftkv_jax.train.run import evaluation
 
 TEXT = (
     "def f(x):\n    return x + 1\n\n\nclass A:\n    def g(self, y):\n        return [self, y]\n\n"

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax.attention import Attention
-from swiftkv_jax.batch import Batch
-from swiftkv_jax.mesh import make_mesh
-from swiftkv_jax.model import Model
-from swiftkv_jax.sharding import batch_sharding
-from swiftkv_jax.train import far_tokens
-from swiftkv_jax.train.far_tokens import only_far
+from swiftkv_jax.model.attention import Attention
+from swiftkv_jax.model.batch import Batch
+from swiftkv_jax.model.mesh import make_mesh
+from swiftkv_jax.model.model import Model
+from swiftkv_jax.model.sharding import batch_sharding
+from swiftkv_jax.train.loss import far_tokens
+from swiftkv_jax.train.loss.far_tokens import only_far
 from tests import tiny
 
 LENGTH, DOCUMENT = 24, 14

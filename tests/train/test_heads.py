@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from swiftkv_jax import demo
-from swiftkv_jax.attention import Attention
 from swiftkv_jax.checkpoints import load
-from swiftkv_jax.mesh import make_mesh
-from swiftkv_jax.sharding import llama_shardings
-from swiftkv_jax.train.heads import (
+from swiftkv_jax.model.attention import Attention
+from swiftkv_jax.model.mesh import make_mesh
+from swiftkv_jax.model.sharding import llama_shardings
+from swiftkv_jax.train.analysis.heads import (
     LayerHeads,
     _shares,
     cut_off,

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_jax.train import loop
 from swiftkv_jax.train.__main__ import main
-from swiftkv_jax.train.metrics import EVAL_LOSS
-from swiftkv_jax.train.signals import StopSignals
+from swiftkv_jax.train.run import loop
+from swiftkv_jax.train.run.metrics import EVAL_LOSS
+from swiftkv_jax.train.run.signals import StopSignals
 
 TEXT = "def f(x):\n    return x + 1\n\n\nclass A:\n    def g(self, y):\n        return [self, y]\n"
 LOSSES = (3.0, 1.0, 2.0, 2.5)

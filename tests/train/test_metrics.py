@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.train.metrics import MetricsLog, parse_report_to, read_metrics
-from swiftkv_jax.train.profiling import ProfileWindow
-from swiftkv_jax.train.progress import PeakFlops, Progress
+from swiftkv_jax.train.run.metrics import MetricsLog, parse_report_to, read_metrics
+from swiftkv_jax.train.run.profiling import ProfileWindow
+from swiftkv_jax.train.run.progress import PeakFlops, Progress
 
 
 @contextlib.contextmanager

@@ -8,11 +8,11 @@ import types
 import jax.numpy as jnp
 import pytest
 
-from swiftkv_jax import roofline
-from swiftkv_jax.hardware import Hardware
-from swiftkv_jax.mesh import make_mesh
-from swiftkv_jax.train import progress
-from swiftkv_jax.train.progress import PeakFlops, Progress, peak_flops, track
+from swiftkv_jax.model.mesh import make_mesh
+from swiftkv_jax.plan import roofline
+from swiftkv_jax.plan.hardware import Hardware
+from swiftkv_jax.train.run import progress
+from swiftkv_jax.train.run.progress import PeakFlops, Progress, peak_flops, track
 
 
 def make_progress() -> Progress:

@@ -11,9 +11,9 @@ import pytest
 from safetensors.numpy import load_file
 
 import swiftkv_jax as skv
-from swiftkv_jax.cost import calibration_flops_by_part, train_flops_by_part
-from swiftkv_jax.initialization import init_llama
-from swiftkv_jax.model import Model
+from swiftkv_jax.model.initialization import init_llama
+from swiftkv_jax.model.model import Model
+from swiftkv_jax.plan.cost import calibration_flops_by_part, train_flops_by_part
 from swiftkv_jax.train.__main__ import main
 from tests.train import test_distill, test_step
 from tests.train.test_run import TEXT, arguments

@@ -19,7 +19,7 @@ from swiftkv_jax.train.recipe import (
     STEERING_LATER,
     Recipe,
 )
-from swiftkv_jax.train.setup import cut_model, fingerprint
+from swiftkv_jax.train.run.setup import cut_model, fingerprint
 from tests import tiny
 
 RECIPE = Recipe(model="m", data=("d",), output_dir=Path("o"), max_length=64)

@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from swiftkv_jax.train import report
 from swiftkv_jax.train.__main__ import main
-from swiftkv_jax.train.metrics import METRICS
+from swiftkv_jax.train.report import report
+from swiftkv_jax.train.run.metrics import METRICS
 
 RECIPE = {
     "model": "llama <8B>",

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from swiftkv_jax.cost import decode_weights
-from swiftkv_jax.params import llama_shapes
-from swiftkv_jax.presets import PRESETS
+from swiftkv_jax.model.params import llama_shapes
+from swiftkv_jax.plan.cost import decode_weights
+from swiftkv_jax.plan.presets import PRESETS
 from swiftkv_jax.train.__main__ import main
-from swiftkv_jax.train.serving_plan import serving_table
+from swiftkv_jax.train.plan.serving_plan import serving_table
 
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
 

@@ -9,8 +9,8 @@ import pytest
 from safetensors.numpy import load_file
 
 import swiftkv_jax as skv
-from swiftkv_jax.train import start
 from swiftkv_jax.train.__main__ import main
+from swiftkv_jax.train.run import start
 from tests import tiny
 
 TEXT = "def f(x):\n    return x + 1\n\n\nclass A:\n    def g(self, y):\n        return [self, y]\n"

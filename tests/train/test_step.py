@@ -10,14 +10,14 @@ import numpy as np
 import optax
 import pytest
 
-from swiftkv_jax.batch import Batch
-from swiftkv_jax.config import Config
-from swiftkv_jax.initialization import init_llama, init_swiftkv
-from swiftkv_jax.mesh import make_mesh, parse_mesh
-from swiftkv_jax.params import llama_shapes
-from swiftkv_jax.sharding import llama_shardings
+from swiftkv_jax.model.batch import Batch
+from swiftkv_jax.model.config import Config
+from swiftkv_jax.model.initialization import init_llama, init_swiftkv
+from swiftkv_jax.model.mesh import make_mesh, parse_mesh
+from swiftkv_jax.model.params import llama_shapes
+from swiftkv_jax.model.sharding import llama_shardings
 from swiftkv_jax.train.recipe import Recipe
-from swiftkv_jax.train.step import (
+from swiftkv_jax.train.run.step import (
     init_state,
     learning_rate,
     make_optimizer,

@@ -24,7 +24,7 @@ import math
 from pathlib import Path
 
 from ...cli.model_options import add_model_arguments
-from ...presets import PRESETS
+from ...plan.presets import PRESETS
 from ..commands.engine_options import add_engine_arguments, token_count
 from .cells import MODES, STUDENT, TEACHER
 

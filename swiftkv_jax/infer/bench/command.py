@@ -16,12 +16,12 @@ from typing import Any
 import jax
 
 from ...cli import OK
-from ...config import Config
-from ...distributed import is_main_process
 from ...errors import UsageError
-from ...io.files import check_absent, write_json
-from ...io.provenance import provenance
-from ...roofline import Roofline, measure_roofline
+from ...model.config import Config
+from ...plan.roofline import Roofline, measure_roofline
+from ...process.distributed import is_main_process
+from ...process.files import check_absent, write_json
+from ...process.provenance import provenance
 from ..engine.engine import Engine
 from ..engine.options import EngineOptions
 from ..runner.kv_heads import kv_head_copies

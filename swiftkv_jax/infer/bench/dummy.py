@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from ...config import Config
-from ...model import Model
-from ...params import Llama, llama_shapes, swiftkv_shapes
-from ...quantization import Format, Quantized, Scheme, is_quantized, quantized_shapes
-from ...sharding import llama_shardings, swiftkv_shardings
+from ...model.config import Config
+from ...model.model import Model
+from ...model.params import Llama, llama_shapes, swiftkv_shapes
+from ...model.quantization import Format, Quantized, Scheme, is_quantized, quantized_shapes
+from ...model.sharding import llama_shardings, swiftkv_shardings
 
 STANDARD_DEVIATION = 0.02
 _LARGEST = STANDARD_DEVIATION * 3**0.5  # of a uniform distribution around zero

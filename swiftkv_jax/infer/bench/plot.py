@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import UsageError
-from ...io.plotting import COLORS, figure, matplotlib_missing
+from ...process.plotting import COLORS, figure, matplotlib_missing
 from .cells import STUDENT, TEACHER, Mode
 
 # Panels of each mode: title, key, factor, and the share of the roofline that limits it, if one

@@ -19,8 +19,8 @@ from typing import Any
 
 from ...cli import ERROR, OK
 from ...errors import DataError, UsageError
-from ...io.files import write_json
-from ...io.jsonl import parse_object, read_lines
+from ...process.files import write_json
+from ...process.jsonl import parse_object, read_lines
 from .cells import arrival_times
 from .http_client import Client, Timed
 

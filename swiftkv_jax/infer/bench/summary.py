@@ -19,9 +19,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from ...cache import bytes_per_token
-from ...config import Config
-from ...cost import (
+from ...model.cache import bytes_per_token
+from ...model.config import Config
+from ...model.params import llama_shapes
+from ...plan.cost import (
     attentions_of_a_step,
     decode_flops,
     experts_read,
@@ -30,8 +31,7 @@ from ...cost import (
     stored_layer_weights,
     visible_positions,
 )
-from ...params import llama_shapes
-from ...roofline import Roofline
+from ...plan.roofline import Roofline
 from ..runner.shapes import Shapes
 from ..runner.weights import Weights, num_bytes, served_config
 from .cells import STUDENT, Cell, Mode

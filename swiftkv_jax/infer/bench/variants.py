@@ -12,20 +12,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from ...cache import cache_dtype
 from ...checkpoints import auxiliary_files_of
 from ...checkpoints.hub import local_path
 from ...cli.devices import setup_devices
 from ...cli.model_loading import load_model, read_model
-from ...config import Config
-from ...cut import choose_cut, choose_generated_kv
 from ...errors import OutOfMemoryError, UsageError
-from ...hardware import GIB
-from ...mesh import MODEL, dp_size
-from ...model import Model, add_swiftkv, default_dtype
+from ...model.cache import cache_dtype
+from ...model.config import Config
+from ...model.cut import choose_cut, choose_generated_kv
+from ...model.mesh import MODEL, dp_size
+from ...model.model import Model, add_swiftkv, default_dtype
+from ...model.quantization import Format, Scheme, scheme_for
 from ...pallas_kernels import Implementation
-from ...presets import PRESETS
-from ...quantization import Format, Scheme, scheme_for
+from ...plan.hardware import GIB
+from ...plan.presets import PRESETS
 from ..engine.engine import Engine
 from ..engine.options import EngineOptions
 from ..runner.kv_heads import with_kv_head_copies

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...errors import DataError, UsageError
-from ...io.jsonl import parse_object, read_lines
+from ...process.jsonl import parse_object, read_lines
 from ..engine.engine import Engine
 from ..engine.requests import Request, RequestOutput, ScoreRequest, Timing
 from ..runner.model_runner import ModelRunner

@@ -20,9 +20,9 @@ from ...cli import OK
 from ...cli.model_loading import load_model, open_model
 from ...cli.model_options import ModelOptions
 from ...errors import DataError, UsageError
-from ...io.files import write_json
-from ...io.jsonl import parse_object
-from ...model import AuxiliaryFiles
+from ...model.model import AuxiliaryFiles
+from ...process.files import write_json
+from ...process.jsonl import parse_object
 from ..engine.engine import Engine
 from ..engine.options import EngineOptions
 from ..engine.requests import Request, RequestOutput

@@ -7,8 +7,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ...chat_template import render_chat
 from ...errors import DataError, UsageError, reason_of
+from ...text.chat_template import render_chat
 
 PACKAGED_TEMPLATE = "plain"
 """Name of the chat template that is packaged."""

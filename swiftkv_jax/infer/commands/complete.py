@@ -20,8 +20,8 @@ from ... import cli
 from ...cli.model_loading import load_model
 from ...cli.model_options import ModelOptions
 from ...errors import UsageError
-from ...io.jsonl import scan
-from ...model import Model
+from ...model.model import Model
+from ...process.jsonl import scan
 from ..engine.checks import check_request
 from ..engine.options import EngineOptions
 from ..engine.requests import Request

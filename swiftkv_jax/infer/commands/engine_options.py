@@ -12,8 +12,8 @@ import re
 from typing import Any
 
 from ...cli import parse_size
-from ...config import GENERATED_KV, KV_CACHE_DTYPES
 from ...errors import UsageError
+from ...model.config import GENERATED_KV, KV_CACHE_DTYPES
 from ..engine.options import EngineOptions
 
 

@@ -15,8 +15,8 @@ from typing import Any, BinaryIO, TextIO
 from tqdm import tqdm
 
 from ... import cli
-from ...distributed import from_process_0, is_main_process
 from ...errors import DataError, UsageError
+from ...process.distributed import from_process_0, is_main_process
 from .batch import Row, RowWriter, Throughput
 from .resume import OutputFile
 

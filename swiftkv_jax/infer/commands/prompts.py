@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import DataError, UsageError
-from ...special_tokens import brought_first_token
+from ...text.special_tokens import brought_first_token
 from ..engine.requests import Request
 from ..engine.sampling_params import SamplingParams
 from ..text import encode, encode_chat

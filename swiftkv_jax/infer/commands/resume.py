@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ...errors import DataError, UsageError
-from ...io.files import check_absent, write_atomic
-from ...io.jsonl import parse_object
-from ...model import Model
+from ...model.model import Model
+from ...process.files import check_absent, write_atomic
+from ...process.jsonl import parse_object
 from ..engine.sampling_params import SamplingParams
 
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16

@@ -16,7 +16,7 @@ from ...errors import CheckpointError, UsageError
 from .engine_options import given_fields
 
 if TYPE_CHECKING:
-    from ...model import Model
+    from ...model.model import Model
     from ..engine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)

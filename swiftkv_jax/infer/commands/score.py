@@ -12,7 +12,7 @@ from ... import cli
 from ...cli.model_loading import load_model
 from ...cli.model_options import ModelOptions
 from ...errors import DataError, UsageError
-from ...io.jsonl import scan
+from ...process.jsonl import scan
 from ..engine.options import EngineOptions
 from ..engine.requests import RequestOutput, ScoreRequest, Timing
 from ..text import encode, encode_pair

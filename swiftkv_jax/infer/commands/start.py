@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from ...checkpoints.far_loss import far_loss_warning
 from ...cli.model_options import ModelOptions
-from ...model import Model
+from ...model.model import Model
 from ..engine.engine import Engine
 from ..engine.options import EngineOptions
 from ..runner.model_runner import ModelRunner

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...config import Config
-from ...cut import choose_generated_kv
 from ...errors import ContextLengthError, UsageError
+from ...model.config import Config
+from ...model.cut import choose_generated_kv
+from ..structured.token_filter import TokenFilter
 from .options import EngineOptions, check_generated_kv
 from .page_pool import PagePool
 from .requests import Request, ScoreRequest
 from .sampling_params import MAX_LOGPROBS, SamplingParams
-from .token_filter import TokenFilter
 
 if TYPE_CHECKING:
     from ..runner.shapes import Shapes

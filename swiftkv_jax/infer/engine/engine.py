@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...config import Config
 from ...errors import UsageError
+from ...model.config import Config
 from .cache_events import CacheEvents
 from .checks import check_ends, check_fits, check_request, own_start
 from .grammar import fill_masks, mask_words
@@ -44,7 +44,7 @@ from .stats import Load, Stats
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from ...model import Model
+    from ...model.model import Model
     from ...pallas_kernels import Implementation
     from ..runner.model_runner import ModelRunner
 

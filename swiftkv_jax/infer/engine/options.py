@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ...config import GENERATED_KV, NO_OWN, GeneratedKV
 from ...errors import UsageError
+from ...model.config import GENERATED_KV, NO_OWN, GeneratedKV
 
 if TYPE_CHECKING:
-    from ...cache import KVCacheDtype
+    from ...model.cache import KVCacheDtype
 
 MAX_DECODE_STEPS = 128
 

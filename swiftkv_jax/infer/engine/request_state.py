@@ -7,7 +7,7 @@ import dataclasses
 from collections import abc
 from collections.abc import Iterator
 
-from ...config import NO_OWN
+from ...model.config import NO_OWN
 from .grammar import Matcher
 from .page_pool import PageNeeds, PagePool, all_pages
 from .requests import Request, ScoreRequest, Timing

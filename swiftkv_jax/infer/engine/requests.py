@@ -9,7 +9,7 @@ from typing import Literal, overload
 
 import numpy as np
 
-from ...config import GeneratedKV
+from ...model.config import GeneratedKV
 from .grammar import Matcher
 from .sampling_params import SamplingParams
 

@@ -22,7 +22,7 @@ import itertools
 import time
 from collections import abc
 
-from ...config import NO_OWN
+from ...model.config import NO_OWN
 from .chunk_builder import ChunkBuilder, Limits
 from .page_pool import PageNeeds, PagePool, all_pages
 from .request_state import Chunk, RequestState, Sequence

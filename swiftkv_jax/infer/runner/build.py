@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from ...attention import Attention
-from ...cache import cache_dtype
 from ...errors import UsageError
 from ...kernel_check import KernelCheck, checked_implementation, serving_configs
-from ...mesh import check_mesh, dp_size, mesh_of
-from ...model import Model, check_model
+from ...model.attention import Attention
+from ...model.cache import cache_dtype
+from ...model.mesh import check_mesh, dp_size, mesh_of
+from ...model.model import Model, check_model
 from ...pallas_kernels import Implementation
 from ..engine.options import EngineOptions
 from .kv_heads import copy_kv_heads

@@ -22,20 +22,20 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array, Float, Int
 
-from ...attention import Attention, merge_attention
-from ...boundary import project_fused_kv
-from ...cache import KVCache, Pool, keys_carry_nan
-from ...config import Config
-from ...decoder_layers import (
+from ...model.attention import Attention, merge_attention
+from ...model.boundary import project_fused_kv
+from ...model.cache import KVCache, Pool, keys_carry_nan
+from ...model.config import Config
+from ...model.decoder_layers import (
     attention_layer,
     cross_layer,
     self_layer,
     two_cache_layer,
     with_queries,
 )
-from ...layers import embed, norm
-from ...packed_attention import head_major, mixed
-from ...rope import Tables, group_table, rope_tables, table_of
+from ...model.layers import embed, norm
+from ...model.packed_attention import head_major, mixed
+from ...model.rope import Tables, group_table, rope_tables, table_of
 from .first_tokens import FirstKV, FirstTokens
 from .taps import TokenBefore
 from .weights import Weights

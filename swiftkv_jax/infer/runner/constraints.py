@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 from jax.sharding import NamedSharding
 
-from ...attention import Attention
-from ...cache import KVCache, cache_sharding, map_cache, row_sharding
-from ...config import Config
-from ...sharding import replicated
+from ...model.attention import Attention
+from ...model.cache import KVCache, cache_sharding, map_cache, row_sharding
+from ...model.config import Config
+from ...model.sharding import replicated
 from .decode_state import DecodeBatch
 
 

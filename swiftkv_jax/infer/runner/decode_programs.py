@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from ...attention import DEFAULT, Attention
-from ...cache import KVCache, Pool, cache_sharding, map_cache, row_sharding, write_token
-from ...config import Config
-from ...layers import unembed
+from ...model.attention import DEFAULT, Attention
+from ...model.cache import KVCache, Pool, cache_sharding, map_cache, row_sharding, write_token
+from ...model.config import Config
+from ...model.layers import unembed
 from ..engine.sampler_output import SamplerOutput
 from ..sampling.penalties import update_token_counts
 from ..sampling.sampler import apply_masks, sample, sample_greedy

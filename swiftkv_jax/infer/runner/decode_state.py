@@ -14,8 +14,8 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Int, UInt16
 
-from ...cache import KVCache
-from ...params import Leaf
+from ...model.cache import KVCache
+from ...model.params import Leaf
 from ..engine import request_state
 from ..engine.sampler_output import NON_FINITE
 from ..sampling.metadata import SamplingMetadata, empty_sampling

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ...attention import Attention
-from ...config import Config
-from ...decoder_layers import self_layer, with_queries
-from ...packed_attention import head_major
-from ...rope import rope_tables, table_of
+from ...model.attention import Attention
+from ...model.config import Config
+from ...model.decoder_layers import self_layer, with_queries
+from ...model.packed_attention import head_major
+from ...model.rope import rope_tables, table_of
 from .prefill_chunk import QueryTiles
 from .weights import Weights
 

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from ...attention import split_heads
-from ...config import Config
-from ...mesh import MODEL
-from ...params import Llama, Param, SwiftKV, map_params
-from ...quantization import Quantized, is_quantized
-from ...sharding import param_sharding, scale_sharding
+from ...model.attention import split_heads
+from ...model.config import Config
+from ...model.mesh import MODEL
+from ...model.params import Llama, Param, SwiftKV, map_params
+from ...model.quantization import Quantized, is_quantized
+from ...model.sharding import param_sharding, scale_sharding
 
 
 def kv_head_copies(config: Config, mesh: Mesh | None) -> int:

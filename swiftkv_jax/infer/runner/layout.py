@@ -9,10 +9,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, Sharding
 
-from ...cache import KVCache, cache_shapes, cache_sharding, init_cache, map_cache, row_sharding
-from ...config import Config
-from ...mesh import dp_size
-from ...sharding import replicated
+from ...model.cache import (
+    KVCache,
+    cache_shapes,
+    cache_sharding,
+    init_cache,
+    map_cache,
+    row_sharding,
+)
+from ...model.config import Config
+from ...model.mesh import dp_size
+from ...model.sharding import replicated
 from .decode_state import DecodeBatch, DecodeState
 from .memory import bytes_per_device
 from .shapes import Shapes

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from ...attention import Attention
-from ...config import Config
-from ...mesh import dp_size
+from ...model.attention import Attention
+from ...model.config import Config
+from ...model.mesh import dp_size
+from ...model.quantization import Scheme
 from ...pallas_kernels import Implementation
-from ...quantization import Scheme
 from ..engine.grammar import mask_words
 from .decode_programs import copy_pages, decode
 from .decode_state import PageTables, insert_sequences, insert_token_counts, update_page_tables

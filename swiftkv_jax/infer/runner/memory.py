@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 
-from ...distributed import smallest
 from ...errors import OutOfMemoryError
-from ...hardware import GIB
+from ...plan.hardware import GIB
+from ...process.distributed import smallest
 
 CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...config import Config
-from ...params import Llama, SwiftKV, require_teacher
-from ...quantization import Quantized, dequantize, quantize
+from ...model.config import Config
+from ...model.params import Llama, SwiftKV, require_teacher
+from ...model.quantization import Quantized, dequantize, quantize
 
 
 def fold_mix(config: Config, llama: Llama, delta: SwiftKV) -> tuple[Llama, SwiftKV]:

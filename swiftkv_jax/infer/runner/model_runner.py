@@ -17,9 +17,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from ...attention import Attention
-from ...cache import bytes_per_token
 from ...errors import OutOfMemoryError, UsageError, name_attention
+from ...model.attention import Attention
+from ...model.cache import bytes_per_token
 from ..engine.grammar import mask_words
 from ..engine.request_state import Chunk, Sequence
 from ..engine.requests import Request

@@ -28,7 +28,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float
 
-from ...params import Leaf
+from ...model.params import Leaf
 from ..engine.page_pool import RELEASED
 from ..engine.request_state import ScheduledTokens, num_tiles
 from ..engine.requests import ScoreRequest

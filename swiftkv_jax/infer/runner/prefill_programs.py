@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ...attention import DEFAULT, Attention
-from ...cache import KVCache, Pool, gather_pages, write_pages
-from ...config import Config
-from ...layers import unembed
-from ...packed_attention import head_major
-from ...rope import Tables
+from ...model.attention import DEFAULT, Attention
+from ...model.cache import KVCache, Pool, gather_pages, write_pages
+from ...model.config import Config
+from ...model.layers import unembed
+from ...model.packed_attention import head_major
+from ...model.rope import Tables
 from ..engine.sampler_output import SamplerOutput
 from ..sampling.logprobs import gather_logprobs
 from .cached_layers import (

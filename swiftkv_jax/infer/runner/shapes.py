@@ -6,10 +6,10 @@ import dataclasses
 import logging
 from typing import Literal
 
-from ...config import Config
-from ...cost import mlp_width
 from ...errors import OutOfMemoryError, UsageError
-from ...hardware import GIB
+from ...model.config import Config
+from ...plan.cost import mlp_width
+from ...plan.hardware import GIB
 from ..engine.chunk_builder import Limits
 from ..engine.options import EngineOptions
 from .decode_state import DecodeBatch, empty_batch

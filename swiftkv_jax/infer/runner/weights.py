@@ -12,12 +12,12 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ...boundary import prompt_projections
-from ...config import Config, GeneratedKV
-from ...cut import choose_generated_kv
-from ...decoder_layers import delta_queries
-from ...model import Model
-from ...params import (
+from ...model.boundary import prompt_projections
+from ...model.config import Config, GeneratedKV
+from ...model.cut import choose_generated_kv
+from ...model.decoder_layers import delta_queries
+from ...model.model import Model
+from ...model.params import (
     QKV,
     Block,
     Leaf,
@@ -30,15 +30,15 @@ from ...params import (
     require_upper_kv,
     swiftkv_shapes,
 )
-from ...quantization import (
+from ...model.quantization import (
     Quantized,
     Scheme,
     as_matrix,
     quantized_shapes,
     scheme_of,
 )
-from ...sharding import llama_shardings, swiftkv_shardings
-from ...stacks import unstack
+from ...model.sharding import llama_shardings, swiftkv_shardings
+from ...model.stacks import unstack
 from .kv_heads import with_kv_head_copies
 from .shapes import kv_programs, serves_two_caches
 

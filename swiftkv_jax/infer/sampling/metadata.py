@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from flax import struct
 
-from ...params import Leaf
+from ...model.params import Leaf
 from ..engine.sampling_params import MAX_BIASES, MAX_END_TOKENS, SamplingParams
 
 _NONE = -1

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ...batch import Batch
 from ...errors import UsageError
+from ...model.batch import Batch
 from .documents import Document
 from .packing import EMPTY_ROW, PackedRow, pack
 from .tokenize import Example, tokenize

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import DataError
-from ...io.files import write_json
+from ...process.files import write_json
 from .packing import PackedRow
 
 ROWS, MANIFEST, UNREADABLE = "rows.arrayrecord", "manifest.json", "unreadable.txt"

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
-from ...chat_messages import MessageError, normalize_messages, normalize_tools
+from ...text.chat_messages import MessageError, normalize_messages, normalize_tools
 from . import sharegpt
 
 FORMS = (

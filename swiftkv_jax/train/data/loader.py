@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import grain
 import numpy as np
 
-from ...batch import Batch
 from ...errors import DataError
+from ...model.batch import Batch
 from .dataset import PackedDataset
 from .packing import EMPTY_ROW, LossMask, PackedRow, Padding
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from ..objective import LossMask, Padding
+from ..loss.objective import LossMask, Padding
 from .tokenize import Example
 
 WINDOW_TOKENS = 2**24

@@ -15,9 +15,9 @@ from typing import Any, TextIO
 import numpy as np
 from tqdm import tqdm
 
-from ...distributed import run_on_process_0
 from ...errors import DataError
-from ...io.files import new_directory
+from ...process.distributed import run_on_process_0
+from ...process.files import new_directory
 from .dataset import (
     ROWS,
     UNREADABLE,

@@ -15,13 +15,13 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...chat_template import (
+from ...errors import DataError
+from ...text.chat_template import (
     THINKING_SWITCHES,
     marks_generation,
     render_chat,
     render_chat_marked,
 )
-from ...errors import DataError
 from .documents import Document, Unreadable
 
 TEMPLATE_DATE = datetime.datetime(2024, 7, 26)

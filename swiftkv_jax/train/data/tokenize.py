@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...special_tokens import brings_first_token, brings_last_token, ids_after
+from ...text.special_tokens import brings_first_token, brings_last_token, ids_after
 from .documents import Document, Unreadable
 from .rendering import Rendered, Renderer
 

@@ -3,12 +3,12 @@
 import jax.numpy as jnp
 import pytest
 
-from swiftkv_jax.config import Config
 from swiftkv_jax.infer import Engine, EngineOptions
 from swiftkv_jax.infer.bench.cells import Cell
 from swiftkv_jax.infer.bench.dummy import dummy_model
 from swiftkv_jax.infer.runner.model_runner import ModelRunner
-from swiftkv_jax.roofline import Roofline
+from swiftkv_jax.model.config import Config
+from swiftkv_jax.plan.roofline import Roofline
 
 CONFIG = Config(
     vocab_size=64,

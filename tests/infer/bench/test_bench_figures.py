@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax.cost import decode_flops, prefill_flops
 from swiftkv_jax.infer import Engine, EngineOptions
 from swiftkv_jax.infer.bench import summary, variants
 from swiftkv_jax.infer.bench.cells import STUDENT, TEACHER, Cell
@@ -20,10 +19,11 @@ from swiftkv_jax.infer.bench.summary import Variant
 from swiftkv_jax.infer.runner.build import build_model_runner
 from swiftkv_jax.infer.runner.lowering import DecodeProgram, PrefillProgram, lower_program
 from swiftkv_jax.infer.runner.weights import num_bytes, weight_shapes
-from swiftkv_jax.mesh import make_mesh
-from swiftkv_jax.presets import PRESETS
-from swiftkv_jax.quantization import Scheme, dequantize
-from swiftkv_jax.roofline import measure_roofline
+from swiftkv_jax.model.mesh import make_mesh
+from swiftkv_jax.model.quantization import Scheme, dequantize
+from swiftkv_jax.plan.cost import decode_flops, prefill_flops
+from swiftkv_jax.plan.presets import PRESETS
+from swiftkv_jax.plan.roofline import measure_roofline
 from tests.infer.bench.conftest import CELL, CONFIG, ROOFLINE
 from tests.infer.engine import own_kv_engines
 

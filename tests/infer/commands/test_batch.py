@@ -16,7 +16,7 @@ from swiftkv_jax.infer.commands.prompts import PromptReader
 from swiftkv_jax.infer.commands.results import Completions
 from swiftkv_jax.infer.engine.requests import NOT_FINITE
 from swiftkv_jax.infer.text import encode
-from swiftkv_jax.io.jsonl import parse_object, parse_value, read_lines, scan
+from swiftkv_jax.process.jsonl import parse_object, parse_value, read_lines, scan
 from tests.infer.mock_model_runner import continuation, mock_engine
 
 

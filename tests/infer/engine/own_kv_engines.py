@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax.config import GeneratedKV
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.requests import Request, ScoreRequest
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.infer.runner.model_runner import ModelRunner
+from swiftkv_jax.model.config import GeneratedKV
 from tests import own_kv_oracle, tiny
 
 LENGTH, TAIL = 64, 6

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax.config import GeneratedKV, LayerKind
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.requests import Request, ScoreRequest
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.infer.runner.model_runner import ModelRunner
-from swiftkv_jax.mesh import make_mesh
+from swiftkv_jax.model.config import GeneratedKV, LayerKind
+from swiftkv_jax.model.mesh import make_mesh
 from tests.infer.engine.own_kv_engines import prompts_of
 from tests.infer.engine.test_scheduler import check_empty
 from tests.test_boundary import model_of

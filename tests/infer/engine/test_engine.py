@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax.cache import KVCacheDtype, bytes_per_token, cache_dtype
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.requests import NOT_FINITE, Request, RequestOutput, ScoreRequest
@@ -22,7 +21,8 @@ from swiftkv_jax.infer.runner.build import build_model_runner
 from swiftkv_jax.infer.runner.lowering import DecodeProgram, PrefillProgram, UpperProgram
 from swiftkv_jax.infer.runner.model_runner import ModelRunner
 from swiftkv_jax.infer.runner.shapes import with_contexts
-from swiftkv_jax.mesh import make_mesh
+from swiftkv_jax.model.cache import KVCacheDtype, bytes_per_token, cache_dtype
+from swiftkv_jax.model.mesh import make_mesh
 from tests import tiny
 
 LENGTH = 80

@@ -12,12 +12,12 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax.checkpoints import load
-from swiftkv_jax.config import LayerKind
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.requests import Request, ScoreRequest
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.infer.runner import build
-from swiftkv_jax.mesh import make_mesh
+from swiftkv_jax.model.config import LayerKind
+from swiftkv_jax.model.mesh import make_mesh
 from tests import own_kv_oracle
 from tests.infer.engine.own_kv_engines import (
     FLOAT32,

@@ -11,7 +11,7 @@ from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.requests import Request
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
-from swiftkv_jax.mesh import make_mesh
+from swiftkv_jax.model.mesh import make_mesh
 from tests.infer.engine.test_engine import model, options
 from tests.infer.engine.test_scheduler import answers, check_empty
 from tests.infer.mock_model_runner import END, VOCAB, continuation, mock_engine

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax.cache import bytes_per_token, cache_dtype
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.requests import Request, ScoreRequest
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.infer.runner.model_runner import ModelRunner
+from swiftkv_jax.model.cache import bytes_per_token, cache_dtype
 from tests import own_kv_oracle
 from tests.infer.engine.own_kv_engines import (
     FLOAT32,

@@ -3,7 +3,7 @@
 import numpy as np
 
 from swiftkv_jax.infer.engine.grammar import fill_masks, mask_words
-from swiftkv_jax.infer.engine.reasoning_grammar import ReasoningGrammar
+from swiftkv_jax.infer.structured.reasoning_grammar import ReasoningGrammar
 
 VOCAB, EOS, BEGIN, END, X, Y = 70, 0, 68, 69, 5, 6
 SPELLED = {BEGIN: b"<think>", END: b"</think>", X: b"x", Y: b"</", 7: b"think", 8: b">", 9: b">x"}

@@ -10,7 +10,7 @@ from swiftkv_jax import UsageError
 from swiftkv_jax.infer.engine.grammar import fill_masks, mask_words
 from swiftkv_jax.infer.engine.requests import Request
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
-from swiftkv_jax.infer.engine.token_filter import TokenFilter
+from swiftkv_jax.infer.structured.token_filter import TokenFilter
 from tests.infer.engine.test_grammar import Digits, expected
 from tests.infer.engine.test_scheduler import answers, check_empty
 from tests.infer.mock_model_runner import VOCAB, mock_engine

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax.cache import KVCacheDtype
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.runner.build import build_model_runner
 from swiftkv_jax.infer.runner.lowering import PrefillProgram, Program, UpperProgram, lower_all
-from swiftkv_jax.mesh import make_mesh
+from swiftkv_jax.model.cache import KVCacheDtype
+from swiftkv_jax.model.mesh import make_mesh
 from swiftkv_jax.pallas_kernels import Implementation, choice
 from tests import tiny
 from tests.pallas_kernels.interpreted import under

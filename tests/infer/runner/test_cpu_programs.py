@@ -9,7 +9,7 @@ import pytest
 
 from swiftkv_jax import Config
 from swiftkv_jax.infer.runner.lowering import DecodeProgram, PrefillProgram, lower_program
-from swiftkv_jax.mesh import make_mesh, parse_mesh
+from swiftkv_jax.model.mesh import make_mesh, parse_mesh
 
 WIDE = Config(
     vocab_size=64,

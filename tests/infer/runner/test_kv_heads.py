@@ -18,11 +18,11 @@ from swiftkv_jax.infer.runner.kv_heads import (
 )
 from swiftkv_jax.infer.runner.lowering import DecodeProgram, lower_program
 from swiftkv_jax.infer.runner.memory import bytes_per_device
-from swiftkv_jax.initialization import init_llama, init_swiftkv
-from swiftkv_jax.mesh import make_mesh
-from swiftkv_jax.model import Model
-from swiftkv_jax.params import Param, map_params
-from swiftkv_jax.quantization import Quantized, Scheme, dequantize, quantize
+from swiftkv_jax.model.initialization import init_llama, init_swiftkv
+from swiftkv_jax.model.mesh import make_mesh
+from swiftkv_jax.model.model import Model
+from swiftkv_jax.model.params import Param, map_params
+from swiftkv_jax.model.quantization import Quantized, Scheme, dequantize, quantize
 from tests import tiny
 
 TOKENS = np.random.default_rng(0).integers(0, 61, (2, 12))

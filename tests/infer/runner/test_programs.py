@@ -11,10 +11,7 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax.attention import Attention
-from swiftkv_jax.cache import KVCache, bytes_per_token, init_cache
 from swiftkv_jax.checkpoints.hf_config import config_from_hf
-from swiftkv_jax.config import LayerKind, Rope
 from swiftkv_jax.infer.engine.request_state import RequestState, ScheduledTokens
 from swiftkv_jax.infer.engine.requests import ScoreRequest
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
@@ -38,7 +35,10 @@ from swiftkv_jax.infer.runner.prefill_programs import prefill_chunk, score_chunk
 from swiftkv_jax.infer.runner.shapes import Shapes
 from swiftkv_jax.infer.runner.weights import served_config, serving_weights
 from swiftkv_jax.infer.sampling.metadata import sampling_row
-from swiftkv_jax.presets import LLAMA_8B
+from swiftkv_jax.model.attention import Attention
+from swiftkv_jax.model.cache import KVCache, bytes_per_token, init_cache
+from swiftkv_jax.model.config import LayerKind, Rope
+from swiftkv_jax.plan.presets import LLAMA_8B
 from tests import tiny
 
 CUTS = {"g=2": (2, 2), "K=1 g=3": (1, 3), "K=L": (4, 1)}

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax.boundary import project_fused_kv, project_kv
 from swiftkv_jax.infer.runner.weights import (
     num_bytes,
     served_config,
@@ -17,12 +16,13 @@ from swiftkv_jax.infer.runner.weights import (
     weight_shapes,
     weight_shardings,
 )
-from swiftkv_jax.layers import norm
-from swiftkv_jax.mesh import make_mesh
-from swiftkv_jax.presets import LLAMA_8B
-from swiftkv_jax.quantization import Scheme
-from swiftkv_jax.rope import rope_tables
-from swiftkv_jax.sharding import llama_shardings, swiftkv_shardings
+from swiftkv_jax.model.boundary import project_fused_kv, project_kv
+from swiftkv_jax.model.layers import norm
+from swiftkv_jax.model.mesh import make_mesh
+from swiftkv_jax.model.quantization import Scheme
+from swiftkv_jax.model.rope import rope_tables
+from swiftkv_jax.model.sharding import llama_shardings, swiftkv_shardings
+from swiftkv_jax.plan.presets import LLAMA_8B
 from tests.test_quantization import SCHEMES, tiny_model
 
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8], [9]]

@@ -14,10 +14,10 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from swiftkv_jax.infer.serve import server
-from swiftkv_jax.infer.serve.app import App
-from swiftkv_jax.infer.serve.options import ServerOptions
-from swiftkv_jax.infer.structured_outputs import GrammarCompiler
+from swiftkv_jax.infer.structured.structured_outputs import GrammarCompiler
+from swiftkv_jax.serve import server
+from swiftkv_jax.serve.app import App
+from swiftkv_jax.serve.options import ServerOptions
 from tests.infer import mock_model_runner
 from tests.infer.mock_model_runner import END, VOCAB, MockModelRunner, mock_engine
 

@@ -8,10 +8,10 @@ import openai
 import pytest
 from starlette.routing import Route
 
-from swiftkv_jax.infer.serve import errors
-from swiftkv_jax.infer.serve.api.routes import asgi
-from swiftkv_jax.infer.serve.bodies import decoding, params
-from swiftkv_jax.infer.serve.protocol import ChatBody, CompletionBody
+from swiftkv_jax.serve import errors
+from swiftkv_jax.serve.api.routes import asgi
+from swiftkv_jax.serve.bodies import decoding, params
+from swiftkv_jax.serve.protocol import ChatBody, CompletionBody
 
 USER = [{"role": "user", "content": "hi"}]
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -14,11 +14,11 @@ import pytest
 import yaml
 
 from swiftkv_jax import demo
-from swiftkv_jax.chat_template import render_chat
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.__main__ import main
 from swiftkv_jax.infer.commands.chat_template import chat_template_text, set_chat_template
-from swiftkv_jax.infer.serve import arguments, command
+from swiftkv_jax.serve import arguments, command
+from swiftkv_jax.text.chat_template import render_chat
 from tests.infer.conftest import CHAT_TEMPLATE
 from tests.infer.serve.process import ROOT, SMALL, serving
 
@@ -178,7 +178,7 @@ def test_a_model_that_is_none_ends_before_anything_listens(
     missing, code, message, checkpoint, tmp_path, capsys, monkeypatch
 ):
     """With its own error, alone."""
-    monkeypatch.setattr("swiftkv_jax.infer.serve.server.listen", None)
+    monkeypatch.setattr("swiftkv_jax.serve.server.listen", None)
     folder = tmp_path / "model"
     if missing is not None:
         ignored = {"tokenizer.json": ["tokenizer*", "vocab*"]}.get(missing, [missing])
@@ -193,7 +193,7 @@ def test_a_model_without_a_chat_template_is_told_at_once(template, checkpoint, c
     def listen(host, port):
         raise UsageError("enough")
 
-    monkeypatch.setattr("swiftkv_jax.infer.serve.server.listen", listen)
+    monkeypatch.setattr("swiftkv_jax.serve.server.listen", listen)
     flags = ["--chat-template", "plain"] if template else []
     assert main(["serve", "--model", str(checkpoint), "--port", "0", *flags]) == 2
     first, *rest = capsys.readouterr().err.splitlines()

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from swiftkv_jax.infer.serve.api.run import _SilenceTimer
-from swiftkv_jax.infer.serve.http import connection as connection_module
-from swiftkv_jax.infer.serve.http.connection import Transport
+from swiftkv_jax.serve.api.run import _SilenceTimer
+from swiftkv_jax.serve.http import connection as connection_module
+from swiftkv_jax.serve.http.connection import Transport
 from tests.infer.serve.conftest import Running
 from tests.infer.serve.test_ends import BODY, SLOW, connect, left, metric
 

@@ -11,7 +11,7 @@ from swiftkv_jax.errors import ContextLengthError
 from swiftkv_jax.infer.engine.checks import check_request
 from swiftkv_jax.infer.engine.requests import Request, ScoreRequest
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
-from swiftkv_jax.infer.serve.errors import of_usage
+from swiftkv_jax.serve.errors import of_usage
 from tests.infer.mock_model_runner import mock_engine
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

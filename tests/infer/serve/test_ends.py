@@ -10,7 +10,7 @@ import time
 import pytest
 
 from swiftkv_jax.infer.engine.sampler_output import NON_FINITE
-from swiftkv_jax.infer.serve.service.generation import Choice
+from swiftkv_jax.serve.service.generation import Choice
 from tests.infer.serve.conftest import Running
 
 BODY = {"prompt": "hello", "max_tokens": 200, "ignore_eos": True}

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from swiftkv_jax.infer.serve import server
-from swiftkv_jax.infer.serve.service import backlog
-from swiftkv_jax.infer.serve.service.backlog import Backlog
-from swiftkv_jax.infer.serve.service.service import Service
+from swiftkv_jax.serve import server
+from swiftkv_jax.serve.service import backlog
+from swiftkv_jax.serve.service.backlog import Backlog
+from swiftkv_jax.serve.service.service import Service
 from tests.infer.serve.test_ends import connect
 
 BODY = {"prompt": "hello", "max_tokens": 40, "ignore_eos": True, "seed": 1, "n": 8}

@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 
 import swiftkv_jax as skv
-from swiftkv_jax.infer.serve.app import system_fingerprint
-from swiftkv_jax.infer.serve.command import model_facts
+from swiftkv_jax.serve.app import system_fingerprint
+from swiftkv_jax.serve.command import model_facts
 from tests.infer.mock_model_runner import mock_engine
 
 

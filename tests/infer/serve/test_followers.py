@@ -12,13 +12,13 @@ import pytest
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.engine.requests import Request, ScoreRequest
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
-from swiftkv_jax.infer.engine.token_filter import TokenFilter
-from swiftkv_jax.infer.serve.distributed import followers as followers_module
-from swiftkv_jax.infer.serve.distributed import frames
-from swiftkv_jax.infer.serve.distributed.follower import Follower, connect
-from swiftkv_jax.infer.serve.distributed.followers import Followers, accept_followers, listen
-from swiftkv_jax.infer.serve.service.engine_thread import Ended, EngineThread
-from swiftkv_jax.infer.structured_outputs import StructuredOutputs
+from swiftkv_jax.infer.structured.structured_outputs import StructuredOutputs
+from swiftkv_jax.infer.structured.token_filter import TokenFilter
+from swiftkv_jax.serve.distributed import followers as followers_module
+from swiftkv_jax.serve.distributed import frames
+from swiftkv_jax.serve.distributed.follower import Follower, connect
+from swiftkv_jax.serve.distributed.followers import Followers, accept_followers, listen
+from swiftkv_jax.serve.service.engine_thread import Ended, EngineThread
 from tests.infer.mock_model_runner import VOCAB, mock_engine
 
 SECRET = bytes(range(32))

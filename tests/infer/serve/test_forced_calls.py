@@ -179,7 +179,7 @@ def test_errors_of_forced_calls_name_the_tools(qwen, monkeypatch):
     assert answer["error"]["param"] == "tools", answer
     tools = [tool_of(("days", "unit", "list"))]
     monkeypatch.setattr(
-        "swiftkv_jax.infer.structured_outputs.GrammarMatcher.error",
+        "swiftkv_jax.infer.structured.structured_outputs.GrammarMatcher.error",
         property(lambda self: "the answer cannot go on: no"),
     )
     for form, param in (

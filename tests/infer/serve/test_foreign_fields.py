@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_jax.infer.serve.bodies.foreign_fields import INSTEAD
+from swiftkv_jax.serve.bodies.foreign_fields import INSTEAD
 
 DOCS = Path(__file__).parents[3] / "docs" / "server.md"
 

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from swiftkv_jax.infer.engine.grammar import Matcher
-from swiftkv_jax.infer.engine.reasoning_grammar import ReasoningGrammar
 from swiftkv_jax.infer.engine.requests import Request, ScoreRequest
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
-from swiftkv_jax.infer.engine.token_filter import TokenFilter
-from swiftkv_jax.infer.serve.distributed import channel as channels
-from swiftkv_jax.infer.serve.distributed import frames
-from swiftkv_jax.infer.serve.distributed.channel import Channel, ProtocolError
-from swiftkv_jax.infer.structured_outputs import StructuredOutputs
+from swiftkv_jax.infer.structured.reasoning_grammar import ReasoningGrammar
+from swiftkv_jax.infer.structured.structured_outputs import StructuredOutputs
+from swiftkv_jax.infer.structured.token_filter import TokenFilter
+from swiftkv_jax.serve.distributed import channel as channels
+from swiftkv_jax.serve.distributed import frames
+from swiftkv_jax.serve.distributed.channel import Channel, ProtocolError
 from tests.infer.engine.test_grammar import Digits
 from tests.infer.mock_model_runner import VOCAB
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.infer.serve.text import grammar_process
-from swiftkv_jax.infer.serve.text.grammar_process import (
+from swiftkv_jax.infer.structured.structured_outputs import StructuredOutputs, json_grammar
+from swiftkv_jax.serve.text import grammar_process
+from swiftkv_jax.serve.text.grammar_process import (
     COMPILE_SECONDS,
     CheckedCompiler,
     GrammarProcess,
     GrammarProcessError,
 )
-from swiftkv_jax.infer.structured_outputs import StructuredOutputs, json_grammar
 from tests.infer.mock_model_runner import END, VOCAB
 from tests.infer.serve.test_grammars import ENDLESS
 
@@ -98,7 +98,7 @@ def test_what_takes_long_is_killed(process):
 def test_memory_is_limited(process):
     """The limit is set in the process, which is started with another one here."""
     code = (
-        "import socket, sys; from swiftkv_jax.infer.serve.text import grammar_process;"
+        "import socket, sys; from swiftkv_jax.serve.text import grammar_process;"
         f"grammar_process.COMPILE_BYTES = {20 * 2**20};"
         "grammar_process.main(socket.socket(fileno=int(sys.argv[1])))"
     )
@@ -200,7 +200,7 @@ def test_it_dies_with_the_server():
     """Also with one that is killed."""
     code = (
         "from tests.infer.serve.conftest import *; import time;"
-        "from swiftkv_jax.infer.serve.text.grammar_process import GrammarProcess;"
+        "from swiftkv_jax.serve.text.grammar_process import GrammarProcess;"
         "made = GrammarCompiler(make_tokenizer(), vocab_size=VOCAB, eos_token_ids=[END]);"
         "found = GrammarProcess(made.describe_tokenizer());"
         'found.check(\'{"grammars":[{"lark_grammar":"start: /a/"}]}\');'

@@ -7,13 +7,13 @@ import time
 
 import pytest
 
-from swiftkv_jax.infer.serve import app
-from swiftkv_jax.infer.serve.text import grammars
-from swiftkv_jax.infer.serve.text.grammar_process import COMPILE_SECONDS
-from swiftkv_jax.infer.serve.text.grammars import MAX_CACHED, WORKERS, GrammarQueue
-from swiftkv_jax.infer.serve.text.prompts import LONG
-from swiftkv_jax.infer.serve.text.workers import Workers
-from swiftkv_jax.infer.structured_outputs import json_grammar
+from swiftkv_jax.infer.structured.structured_outputs import json_grammar
+from swiftkv_jax.serve import app
+from swiftkv_jax.serve.text import grammars
+from swiftkv_jax.serve.text.grammar_process import COMPILE_SECONDS
+from swiftkv_jax.serve.text.grammars import MAX_CACHED, WORKERS, GrammarQueue
+from swiftkv_jax.serve.text.prompts import LONG
+from swiftkv_jax.serve.text.workers import Workers
 from tests.infer.serve.test_ends import connect
 
 BODY = {"prompt": "hello", "max_tokens": 5}

@@ -7,15 +7,15 @@ import msgspec
 import pytest
 
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.infer.serve.distributed.kv_event_publisher import KVEventPublisher
-from swiftkv_jax.infer.serve.distributed.kv_events import (
+from swiftkv_jax.serve.distributed.kv_event_publisher import KVEventPublisher
+from swiftkv_jax.serve.distributed.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     KVEventBatch,
     block_hash,
 )
-from swiftkv_jax.infer.serve.options import KVEventsConfig
+from swiftkv_jax.serve.options import KVEventsConfig
 
 TOPIC = "kv@127.0.0.1@tiny"
 

@@ -10,9 +10,9 @@ import pytest
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.__main__ import main
 from swiftkv_jax.infer.engine.cache_events import PageRemoved, PagesStored
-from swiftkv_jax.infer.serve.distributed.kv_event_publisher import KVEventPublisher
-from swiftkv_jax.infer.serve.distributed.kv_events import Batches, block_hash, encode_batch
-from swiftkv_jax.infer.serve.options import KVEventsConfig
+from swiftkv_jax.serve.distributed.kv_event_publisher import KVEventPublisher
+from swiftkv_jax.serve.distributed.kv_events import Batches, block_hash, encode_batch
+from swiftkv_jax.serve.options import KVEventsConfig
 
 KEYS = [bytes(range(start, start + 32)) for start in (0, 100, 200)]
 HASHES = [0x0001020304050607, 0x6465666768696A6B, 0xC8C9CACBCCCDCECF]

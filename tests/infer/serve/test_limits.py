@@ -9,10 +9,10 @@ import types
 import pytest
 
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.infer.serve.http.auth import KEY_VARIABLE, read_keys
-from swiftkv_jax.infer.serve.options import ServerOptions
-from swiftkv_jax.infer.serve.service.admission import QUANTUM, FairQueue
-from swiftkv_jax.infer.serve.service.generation import Generation, WaitingPart
+from swiftkv_jax.serve.http.auth import KEY_VARIABLE, read_keys
+from swiftkv_jax.serve.options import ServerOptions
+from swiftkv_jax.serve.service.admission import QUANTUM, FairQueue
+from swiftkv_jax.serve.service.generation import Generation, WaitingPart
 from tests.infer.serve.conftest import Running
 
 BODY = {"prompt": "hello", "max_tokens": 2}

@@ -16,8 +16,8 @@ import pytest
 
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.__main__ import main
-from swiftkv_jax.infer.serve import server
-from swiftkv_jax.infer.serve.options import ServerOptions
+from swiftkv_jax.serve import server
+from swiftkv_jax.serve.options import ServerOptions
 from tests.infer.serve.process import SMALL, serving
 from tests.infer.serve.test_ends import BODY
 

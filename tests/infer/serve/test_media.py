@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_jax.infer.serve.bodies.media import first_said_now
+from swiftkv_jax.serve.bodies.media import first_said_now
 from tests.infer.serve.test_forms import ROOM
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"

@@ -6,9 +6,9 @@ from typing import Any
 import anthropic
 import pytest
 
-from swiftkv_jax.infer.serve.api.message_events import MessageWriter
-from swiftkv_jax.infer.serve.api.response_events import ResponseWriter
-from swiftkv_jax.infer.serve.service.generation import TextDelta
+from swiftkv_jax.serve.api.message_events import MessageWriter
+from swiftkv_jax.serve.api.response_events import ResponseWriter
+from swiftkv_jax.serve.service.generation import TextDelta
 from tests.infer.serve.test_forms import CALL, ROOM
 from tests.infer.serve.test_messages import COUNT, FORECAST, GREEDY, HI, PATH, ask, client_of
 from tests.infer.serve.test_reasoning_answers import (

@@ -6,17 +6,17 @@ from typing import Any
 import anthropic
 import pytest
 
-from swiftkv_jax.infer.serve.api.message_bodies import (
+from swiftkv_jax.serve.api.message_bodies import (
     ContentBlock,
     InputMessage,
     MessagesBody,
     OutputConfig,
     Thinking,
 )
-from swiftkv_jax.infer.serve.api.message_events import error_body
-from swiftkv_jax.infer.serve.api.messages import chat_body
-from swiftkv_jax.infer.serve.errors import APIError
-from swiftkv_jax.infer.serve.protocol import FunctionCall, Message, ToolCall
+from swiftkv_jax.serve.api.message_events import error_body
+from swiftkv_jax.serve.api.messages import chat_body
+from swiftkv_jax.serve.errors import APIError
+from swiftkv_jax.serve.protocol import FunctionCall, Message, ToolCall
 from tests.infer.serve.test_forms import ROOM, SCHEMA, check_schema
 
 PATH, COUNT, CHAT = "/v1/messages", "/v1/messages/count_tokens", "/v1/chat/completions"

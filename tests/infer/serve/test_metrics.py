@@ -9,8 +9,8 @@ import time
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from swiftkv_jax.infer.serve.service import load_log
-from swiftkv_jax.infer.serve.service.metrics import Histogram, RecentMaximum, token_buckets
+from swiftkv_jax.serve.service import load_log
+from swiftkv_jax.serve.service.metrics import Histogram, RecentMaximum, token_buckets
 from tests.infer.serve.process import ROOT
 
 BODY = {"prompt": "hello", "max_tokens": 20, "ignore_eos": True}

@@ -5,10 +5,10 @@ import json
 import msgspec
 import pytest
 
-from swiftkv_jax.infer.serve.api.message_bodies import MessagesBody
-from swiftkv_jax.infer.serve.api.response_bodies import ResponsesBody
-from swiftkv_jax.infer.serve.bodies.decoding import decode
-from swiftkv_jax.infer.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, ScoreBody
+from swiftkv_jax.serve.api.message_bodies import MessagesBody
+from swiftkv_jax.serve.api.response_bodies import ResponsesBody
+from swiftkv_jax.serve.bodies.decoding import decode
+from swiftkv_jax.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, ScoreBody
 from tests.infer.serve.test_bodies import CHAT, COMPLETION, USER
 
 OF_SAMPLING = {"seed": 7.0, "n": 2.0, "top_k": -1.0, "stop_token_ids": [9.0], "min_tokens": 1e0}

@@ -6,7 +6,7 @@ import socket
 import h11
 import pytest
 
-from swiftkv_jax.infer.serve.http.parser import MAX_EMPTY_LINES, Parser
+from swiftkv_jax.serve.http.parser import MAX_EMPTY_LINES, Parser
 from tests.infer.serve.test_connections import send
 
 BODY = b'{"prompt": "a", "max_tokens": 1}'

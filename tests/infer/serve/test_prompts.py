@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from swiftkv_jax.infer.engine.page_pool import page_keys
-from swiftkv_jax.infer.serve.errors import APIError
-from swiftkv_jax.infer.serve.protocol import FunctionCall, Message, ToolCall
-from swiftkv_jax.infer.serve.text import prompts
-from swiftkv_jax.infer.serve.text.prompts import PromptEncoder
-from swiftkv_jax.infer.serve.text.token_text import TokenSpellings
+from swiftkv_jax.serve.errors import APIError
+from swiftkv_jax.serve.protocol import FunctionCall, Message, ToolCall
+from swiftkv_jax.serve.text import prompts
+from swiftkv_jax.serve.text.prompts import PromptEncoder
+from swiftkv_jax.serve.text.token_text import TokenSpellings
 from tests.infer import mock_model_runner
 from tests.infer.serve.conftest import USER_TOKEN, make_tokenizer
 

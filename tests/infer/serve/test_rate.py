@@ -4,8 +4,8 @@ import asyncio
 import math
 import types
 
-from swiftkv_jax.infer.serve.options import ServerOptions
-from swiftkv_jax.infer.serve.service.service import Service
+from swiftkv_jax.serve.options import ServerOptions
+from swiftkv_jax.serve.service.service import Service
 from tests.infer.mock_model_runner import mock_engine
 
 

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken
 
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.infer.serve.text.reasoning import (
+from swiftkv_jax.serve.text.reasoning import (
     Reasoning,
     ReasoningParser,
     is_in_template,

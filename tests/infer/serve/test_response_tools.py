@@ -7,11 +7,11 @@ from typing import Any
 import openai
 import pytest
 
-from swiftkv_jax.infer.serve.api.response_bodies import ResponsesBody
-from swiftkv_jax.infer.serve.api.response_tools import offered, shown_name
-from swiftkv_jax.infer.serve.api.responses import chat_body
-from swiftkv_jax.infer.serve.bodies.decoding import decode
-from swiftkv_jax.infer.serve.errors import APIError
+from swiftkv_jax.serve.api.response_bodies import ResponsesBody
+from swiftkv_jax.serve.api.response_tools import offered, shown_name
+from swiftkv_jax.serve.api.responses import chat_body
+from swiftkv_jax.serve.bodies.decoding import decode
+from swiftkv_jax.serve.errors import APIError
 from tests.infer.serve.test_forms import ROOM, SCHEMA, check_schema
 
 PATH = "/v1/responses"

@@ -6,11 +6,11 @@ from typing import Any
 import openai
 import pytest
 
-from swiftkv_jax.infer.serve.api.response_bodies import InputItem, ResponsesBody
-from swiftkv_jax.infer.serve.api.response_events import ResponseWriter
-from swiftkv_jax.infer.serve.api.responses import chat_body
-from swiftkv_jax.infer.serve.errors import APIError
-from swiftkv_jax.infer.serve.protocol import MAX_MESSAGES, Message
+from swiftkv_jax.serve.api.response_bodies import InputItem, ResponsesBody
+from swiftkv_jax.serve.api.response_events import ResponseWriter
+from swiftkv_jax.serve.api.responses import chat_body
+from swiftkv_jax.serve.errors import APIError
+from swiftkv_jax.serve.protocol import MAX_MESSAGES, Message
 from tests.infer.serve.test_forms import ROOM, SCHEMA, check_schema
 
 PATH = "/v1/responses"

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from swiftkv_jax.infer.serve import server
-from swiftkv_jax.infer.serve.service.engine_thread import EngineThread
-from swiftkv_jax.infer.serve.service.generation import Generation
+from swiftkv_jax.serve import server
+from swiftkv_jax.serve.service.engine_thread import EngineThread
+from swiftkv_jax.serve.service.generation import Generation
 from tests.infer.engine.mock_requests import ask, prompt_of
 from tests.infer.mock_model_runner import mock_engine
 from tests.infer.serve.test_ends import BODY, SLOW, connect

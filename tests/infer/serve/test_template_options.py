@@ -3,10 +3,10 @@
 import pytest
 
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.infer.serve.bodies.template_options import template_options, variables_of
-from swiftkv_jax.infer.serve.errors import APIError
-from swiftkv_jax.infer.serve.options import ServerOptions
-from swiftkv_jax.infer.serve.protocol import ChatBody, Message
+from swiftkv_jax.serve.bodies.template_options import template_options, variables_of
+from swiftkv_jax.serve.errors import APIError
+from swiftkv_jax.serve.options import ServerOptions
+from swiftkv_jax.serve.protocol import ChatBody, Message
 
 HYBRID = "{% if enable_thinking is defined and enable_thinking is false %}x{% endif %}"
 LEVELS = "{{ reasoning_effort }}"

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from swiftkv_jax.infer.serve.text.tool_calls import ToolCallParser
+from swiftkv_jax.serve.text.tool_calls import ToolCallParser
 
 NAMES = {"get_weather", "f", "send-mail_2"}
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": [1, "}"]}}\n</tool_call>'

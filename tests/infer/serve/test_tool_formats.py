@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from swiftkv_jax.infer.serve.text.tool_formats import UNPARSED, format_of
+from swiftkv_jax.serve.text.tool_formats import UNPARSED, format_of
 from tests.infer.serve.conftest import TEMPLATE, make_tokenizer
 from tests.infer.serve.test_forms import CALL, CHAT, ROOM, TOOLS, chat
 

@@ -8,9 +8,9 @@ import re
 import pytest
 
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.infer.serve.bodies.xml_call_grammars import xml_calls_grammar
-from swiftkv_jax.infer.serve.text.tool_formats import ToolFormat
-from swiftkv_jax.infer.serve.text.xml_tool_calls import XMLToolCallParser
+from swiftkv_jax.serve.bodies.xml_call_grammars import xml_calls_grammar
+from swiftkv_jax.serve.text.tool_formats import ToolFormat
+from swiftkv_jax.serve.text.xml_tool_calls import XMLToolCallParser
 from tests.infer.serve.conftest import TEMPLATE, make_tagged_tokenizer
 from tests.infer.serve.test_forced_calls import streamed, whole
 from tests.infer.serve.test_forms import CHAT, ROOM, chat

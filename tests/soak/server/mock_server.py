@@ -18,9 +18,9 @@ from typing import Any
 
 from swiftkv_jax import cli
 from swiftkv_jax.infer.engine.requests import RequestOutput
-from swiftkv_jax.infer.serve import server
-from swiftkv_jax.infer.serve.app import App
-from swiftkv_jax.infer.serve.options import ServerOptions
+from swiftkv_jax.serve import server
+from swiftkv_jax.serve.app import App
+from swiftkv_jax.serve.options import ServerOptions
 from tests.infer.serve.conftest import mock_loaded
 
 
@@ -89,7 +89,7 @@ def main(given: dict[str, Any]) -> int:
     options = ServerOptions(**given.get("options", {}))
 
     log = RequestLog()
-    logger = logging.getLogger("swiftkv_jax.infer.serve.api.routes")
+    logger = logging.getLogger("swiftkv_jax.serve.api.routes")
     logger.addHandler(log)
     if options.log_json:
         logger.setLevel(logging.INFO)

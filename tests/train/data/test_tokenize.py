@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from swiftkv_jax.chat_template import render_chat
 from swiftkv_jax.errors import DataError
+from swiftkv_jax.text.chat_template import render_chat
 from swiftkv_jax.train.data.documents import Document, Unreadable
 from swiftkv_jax.train.data.tokenize import Example, _inside, tokenize
 

@@ -1,0 +1,141 @@
+"""Compare the device's attention kernels with the reference: `python -m
+swiftkv_jax.kernel_check.command`.
+
+Every configuration runs in a child process, whatever is known of it from before; this process
+touches no device. The verdicts are kept: engines and training runs read them.
+"""
+
+from __future__ import annotations
+
+from ..process import interrupts
+
+if __name__ == "__main__":
+    interrupts.install()  # before the imports that take a second
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import cli
+from ..errors import DataError
+from .model_options import add_revision
+
+if TYPE_CHECKING:
+    from ..kernel_check import KernelCheck, KernelConfig
+    from ..kernel_check.verdicts import DeviceVersion, Verdict
+
+
+def main(argv: Sequence[str] | None = None, check: KernelCheck | None = None) -> int:
+    """Run the command: 0 if no configuration is wrong, crashes, hangs or could not be checked, else
+    1, or another exit code of `cli`."""
+    parser = cli.ArgumentParser(
+        prog=cli.prog("check-kernels"),
+        description="Compare the device's attention kernels with the reference, each configuration "
+        "in a child process.",
+    )
+    add = parser.add_argument
+    add(
+        "--model",
+        "-m",
+        metavar="DIR",
+        help="check only what this checkpoint needs (default: all head dims and cache formats)",
+    )
+    add_revision(parser)
+    add("--json", type=Path, metavar="FILE", help="also write the verdicts here")
+    args = parser.parse_args(argv)
+    return cli.run(lambda: _run(args, check), parser)
+
+
+def _run(args: argparse.Namespace, check: KernelCheck | None) -> int:
+    from ..kernel_check import KernelCheck, configurations
+    from ..kernel_check.processes import check_in_children
+    from ..kernel_check.verdicts import VerdictFile
+    from ..process.files import check_absent, write_json
+
+    check = check or KernelCheck()
+    check_absent("`json`", args.json)
+    config = None
+    if args.model is not None:
+        from ..checkpoints import open_any
+        from ..checkpoints.hub import local_path
+
+        config = open_any(local_path(args.model, args.revision)).config
+    device = _device(check)
+    kernels = device.implementation
+    if reason := device.refused_reason:
+        print(f"without the hopper kernels: hopper {reason}")
+    found: dict[KernelConfig, Verdict] = {}
+    if kernels is None:
+        print(f"no device kernels for {_name(device)}: attention runs through XLA")
+    else:
+        if config is None:
+            configs = configurations.standard_configs(kernels)
+        else:
+            configs = configurations.model_configs(config, kernels)
+        print(
+            f"{kernels} kernels on {_name(device)}, {len(configs)} configurations, at most "
+            f"{check.timeout:g} s each\n{_row('kernel', 'seconds', 'verdict')}",
+            flush=True,
+        )
+        file = VerdictFile(check.folder, device, kernels)
+        for one, verdict in check_in_children(
+            configs, kernels, device, command=check.command, timeout=check.timeout
+        ):
+            file.add({one: verdict})
+            found[one] = verdict
+            print(_row(f"{kernels}.{one}", f"{verdict.seconds:.1f}", _text(verdict)), flush=True)
+        outcomes = [verdict.outcome for verdict in found.values()]
+        right, unsupported = (outcomes.count(name) for name in ("right", "unsupported"))
+        print(
+            f"of {len(found)}: {right} right, {unsupported} not for this device, "
+            f"{len(found) - right - unsupported} cannot be used"
+        )
+    if args.json is not None:
+        write_json(args.json, _document(device, kernels, found))
+    return cli.OK if all(verdict.usable for verdict in found.values()) else cli.ERROR
+
+
+def _device(check: KernelCheck) -> DeviceVersion:
+    """The device, as a child process finds it."""
+    from ..kernel_check.processes import describe_device
+    from ..kernel_check.verdicts import DeviceVersion
+
+    if check.device is not None:
+        return DeviceVersion.of(check.device)
+    try:
+        return describe_device(check.command)
+    except RuntimeError as error:
+        raise DataError(f"the device cannot be used: {error}") from error
+
+
+def _name(device: DeviceVersion) -> str:
+    kind = device.device_kind
+    return kind if kind == device.platform else f"{kind} ({device.platform})"
+
+
+def _row(kernel: str, seconds: str, verdict: str) -> str:
+    return f"{kernel:88}{seconds:>7}  {verdict}".rstrip()
+
+
+def _text(verdict: Verdict) -> str:
+    if verdict.outcome == "unsupported":
+        return f"not for this device: {verdict.detail}"
+    if verdict.outcome == "right":
+        return f"right, within {verdict.difference:.2g}"
+    return str(verdict)
+
+
+def _document(
+    device: DeviceVersion, kernels: str | None, found: dict[KernelConfig, Verdict]
+) -> dict[str, Any]:
+    checks = [
+        {"configuration": dataclasses.asdict(config), "verdict": dataclasses.asdict(verdict)}
+        for config, verdict in found.items()
+    ]
+    return {"device": dataclasses.asdict(device), "implementation": kernels, "checks": checks}
+
+
+if __name__ == "__main__":
+    cli.end(main())

@@ -1,1 +1,0 @@
-"""Files, JSON lines, provenance of measurements and plots."""

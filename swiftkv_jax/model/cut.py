@@ -1,0 +1,109 @@
+"""The SwiftKV cut of a model: how many layers keep their own keys and values, how many of the
+others share a cache, and which tokens keep their own in those too."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..errors import ConfigError, UsageError
+from .config import Config, GeneratedKV
+
+CUT_FIELDS = (
+    "num_key_value_layers",
+    "key_value_group_size",
+    "prompt_attention_layers",
+    "prompt_mlp_neurons",
+    "boundary_taps",
+    "exact_head",
+    "generated_kv",
+    "exact_tail",
+)
+"""Fields of a `Config` that say where a model is cut, and how its prompts and generated tokens
+run."""
+
+
+def choose_cut(
+    config: Config,
+    num_key_value_layers: int | None = None,
+    key_value_group_size: int | None = None,
+    *,
+    prompt_attention_layers: int | None = None,
+    prompt_mlp_neurons: int | None = None,
+    boundary_taps: int | None = None,
+) -> Config:
+    """The architecture at the given cut. Numbers that are None are those of the cut that `config`
+    has; without one, half of the layers are upper layers, without groups, prompt attention layers,
+    neurons and taps.
+
+    Raises `UsageError` if the layers cannot be cut so.
+    """
+    half = max(1, config.num_layers // 2)
+    own = config.num_key_value_layers if config.num_upper_layers else half
+    layers = own if num_key_value_layers is None else num_key_value_layers
+    group = key_value_group_size
+    if group is None:
+        group = config.key_value_group_size if layers == config.num_key_value_layers else 1
+    alone, neurons = prompt_attention_layers, prompt_mlp_neurons
+    try:
+        return config.cut(
+            layers,
+            group,
+            prompt_attention_layers=alone,
+            prompt_mlp_neurons=neurons,
+            boundary_taps=boundary_taps,
+        )
+    except ConfigError as error:
+        more = f", `prompt_attention_layers`={alone}" if alone else ""
+        more += f", `prompt_mlp_neurons`={neurons}" if neurons else ""
+        raise UsageError(
+            f"`num_key_value_layers`={layers} with `key_value_group_size`={group}{more}: {error}"
+        ) from None
+
+
+def quarter_of_neurons(config: Config) -> int:
+    """As many of `Config.prompt_mlp_neurons` as were worth their cost beside a map on SmolLM2-135M:
+    a quarter of the MLP, in multiples of 64 for the devices' tiles; none of experts."""
+    return 0 if config.num_experts else 64 * round(config.mlp_dim / 4 / 64)
+
+
+def has_same_delta(config: Config, other: Config) -> bool:
+    """Whether two architectures differ, at most, in the tokens that keep their own upper keys and
+    values."""
+    one, another = (
+        dataclasses.replace(each, generated_kv="boundary", exact_tail=0, exact_head=0)
+        for each in (config, other)
+    )
+    return one == another
+
+
+def choose_generated_kv(
+    config: Config,
+    generated_kv: GeneratedKV | None = None,
+    exact_tail: int | None = None,
+    exact_head: int | None = None,
+) -> Config:
+    """`config` with these fields; fields that are None keep the values of `config`, except that
+    `exact_tail` is 0 unless `generated_kv` is own.
+
+    Raises `UsageError` if the model cannot have them.
+    """
+    kv = config.generated_kv if generated_kv is None else generated_kv
+    tail = exact_tail
+    if tail is None:
+        tail = config.exact_tail if kv == "own" else 0
+    if isinstance(tail, bool) or not isinstance(tail, int) or tail < 0:
+        raise UsageError(f"`exact_tail`={tail!r}: must be a whole number, at least 0")
+    if tail and kv == "boundary":
+        raise UsageError(f"`exact_tail`={tail} needs `generated_kv`=own")
+    if tail > (positions := config.max_position_embeddings):
+        raise UsageError(f"`exact_tail`={tail}: this model has {positions} positions")
+    try:
+        config = dataclasses.replace(config, generated_kv=kv, exact_tail=tail)
+    except ConfigError as error:
+        raise UsageError(f"`generated_kv`={kv}: {error}") from None
+    if exact_head is None:
+        return config
+    try:
+        return dataclasses.replace(config, exact_head=exact_head)
+    except ConfigError as error:
+        raise UsageError(f"`exact_head`={exact_head}: {error}") from None

@@ -1,0 +1,207 @@
+"""Weight matrices of 8 bits with a float32 scale per output channel, for inference.
+
+A `Quantized` stands in a tree where an array would: scans, `unstack` and shardings see its two
+arrays. Only matrices of the layers and of the delta are quantised; embedding, head, norms and
+biases stay as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float
+
+from ..errors import UsageError
+from .params import Llama, Param, SwiftKV, map_params
+
+Format = Literal["fp8", "int8"]
+"""fp8 is float8_e4m3fn: 4 bits of exponent, 3 of mantissa, no infinities, at most 448."""
+FORMATS: tuple[Format, ...] = ("fp8", "int8")
+Arithmetic = Literal["widen", "native"]
+
+VALUES, SCALE = "values", "scale"
+"""The fields of a `Quantized`, the last part of its arrays' names in a tree."""
+
+DTYPES: dict[Format, Any] = {"fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
+_LARGEST: dict[Format, float] = {"fp8": 448.0, "int8": 127.0}
+# Device kinds whose matrix units multiply float8_e4m3fn: Hopper, Blackwell, Ironwood.
+_MULTIPLIES_FP8 = re.compile(r"NVIDIA G?(H100|H200|B200|B300)\b|TPU ?7x")
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """How weights are kept, and how products with them run.
+
+    `widen` converts the weights to the activations' dtype inside the product. `native` (fp8 only)
+    quantises the activations too, each token by its own largest magnitude, and multiplies float8 by
+    float8: what `FP8_DYNAMIC` checkpoints are calibrated for, and twice as fast where the hardware
+    has it.
+    """
+
+    format: Format
+    arithmetic: Arithmetic = "widen"
+
+    def __post_init__(self):
+        if self.format not in FORMATS:
+            raise UsageError(
+                f"`quantization`={self.format!r} is not known; choose {' or '.join(FORMATS)}"
+            )
+        if self.arithmetic not in ("widen", "native") or (self.format, self.arithmetic) == (
+            "int8",
+            "native",
+        ):
+            # Activations have outliers that 8-bit integers with one scale per token cannot
+            # represent; see arXiv:2208.07339.
+            raise UsageError(
+                f"`arithmetic`={self.arithmetic!r} is not known for {self.format}; choose widen, "
+                f"or native with fp8"
+            )
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return jnp.dtype(DTYPES[self.format])
+
+    def __str__(self) -> str:
+        if self.arithmetic == "native":
+            return f"{self.format} weights times activations quantised per token"
+        reason = "" if self.format == "int8" else " (this device has no FP8 arithmetic)"
+        return f"{self.format} weights, widened in each product{reason}"
+
+
+def scheme_for(format: Format, device_kind: str) -> Scheme:
+    """The arithmetic that suits a `jax.Device.device_kind`. Raises `UsageError` for an unknown
+    format."""
+    return Scheme(
+        format, "native" if format == "fp8" and _MULTIPLIES_FP8.match(device_kind) else "widen"
+    )
+
+
+@struct.dataclass
+class Quantized:
+    """A matrix: `values` times `scale`, which lacks the axes that a product sums over."""
+
+    values: Any  # the matrix's shape, output channels first; float8_e4m3fn or int8
+    scale: Any  # f32; shape values.shape[: scale.ndim]
+    scheme: Scheme = struct.field(pytree_node=False)
+
+
+def is_quantized(leaf: Any) -> bool:
+    """For `is_leaf` of `jax.tree.map` and `params.map_params`."""
+    return isinstance(leaf, Quantized)
+
+
+def quantize(weight: Float[Array, "*shape"], in_axes: int, scheme: Scheme) -> Quantized:
+    """Round to nearest, with the scale of each output channel set by its largest magnitude.
+
+    Products sum over the last `in_axes` axes. An int8 value is off by at most half a scale; an fp8
+    one by a sixteenth of itself, or by 2^-10 of a scale where it is below 2^-6 of one.
+    """
+    return Quantized(
+        *to_eight_bits(weight, tuple(range(weight.ndim - in_axes, weight.ndim)), scheme.format),
+        scheme,
+    )
+
+
+def dequantize(weight: Quantized, dtype) -> Float[Array, "*shape"]:
+    """The matrix as one array."""
+    scale = weight.scale.reshape(
+        *weight.scale.shape, *(1,) * (weight.values.ndim - weight.scale.ndim)
+    )
+    return (weight.values.astype(jnp.float32) * scale).astype(dtype)
+
+
+def product(spec: str, x: Float[Array, "*x"], weight: Array | Quantized) -> Float[Array, "*out"]:
+    """`jnp.einsum(spec, x, weight)`, of a plain matrix or a quantised one: in x's dtype.
+
+    The scales are applied to the sums, in float32.
+    """
+    if not isinstance(weight, Quantized):
+        return jnp.einsum(spec, x, weight)
+    inputs, _, out = spec.partition("->")
+    of_x, of_weight = inputs.split(",")
+    scale = _spread(weight.scale, of_weight[: weight.scale.ndim], out)
+    # Without their scale sums may exceed float16. bfloat16 holds them, and is half of what devices
+    # exchange.
+    multiply = functools.partial(
+        jnp.einsum, spec, preferred_element_type=jnp.promote_types(x.dtype, jnp.bfloat16)
+    )
+    if weight.scheme.arithmetic == "widen":
+        sums = multiply(x, weight.values.astype(x.dtype))
+    else:
+        summed = tuple(axis for axis, letter in enumerate(of_x) if letter not in out)
+        x_values, x_scale = to_eight_bits(x, summed, weight.scheme.format)
+        scale = scale * _spread(x_scale, [letter for letter in of_x if letter in out], out)
+        sums = multiply(x_values, weight.values)
+    return (sums * scale).astype(x.dtype)
+
+
+def as_matrix(weight: Any) -> Any:
+    """A matrix, plain or quantised, with the axes after the first merged into one."""
+    if isinstance(weight, Quantized):
+        return dataclasses.replace(weight, values=as_matrix(weight.values))
+    return weight.reshape(weight.shape[0], -1)
+
+
+def merge_outputs(weight: Any) -> Any:
+    """A matrix, plain or quantised, with the axes before the last merged into one."""
+    if isinstance(weight, Quantized):
+        return dataclasses.replace(
+            weight, values=merge_outputs(weight.values), scale=weight.scale.ravel()
+        )
+    return weight.reshape(-1, weight.shape[-1])
+
+
+def quantized_shapes[Tree: Llama | SwiftKV](shapes: Tree, scheme: Scheme | None) -> Tree:
+    """A tree of `params` in which each matrix's `ShapeDtypeStruct` has become a `Quantized` of two;
+    None changes nothing."""
+    if scheme is None:
+        return shapes
+
+    def quantized(row: Param, leaf: jax.ShapeDtypeStruct):
+        if row.in_axes is None:
+            return leaf
+        scale = jax.ShapeDtypeStruct(leaf.shape[: -row.in_axes], jnp.float32)
+        return Quantized(jax.ShapeDtypeStruct(leaf.shape, scheme.dtype), scale, scheme)
+
+    return map_params(quantized, shapes)
+
+
+def scheme_of(tree: Any) -> Scheme | None:
+    """The scheme of the tree's quantised matrices; None if it has none."""
+    leaves = jax.tree.leaves(tree, is_leaf=is_quantized)
+    return next((leaf.scheme for leaf in leaves if is_quantized(leaf)), None)
+
+
+def refuse_quantized(tree: Any, purpose: str) -> None:
+    """Raise `UsageError` if a matrix of `tree` is quantised: `purpose` needs the weights as they
+    were."""
+    if (scheme := scheme_of(tree)) is not None:
+        how = "load(..., quantization='none') dequantises them, and save keeps the result"
+        raise UsageError(f"{purpose} needs unquantised weights, these are {scheme.format}: {how}")
+
+
+def to_eight_bits(
+    x: Float[Array, "*shape"], axes: tuple[int, ...], format: Format
+) -> tuple[Array, Array]:
+    """(values, scale without `axes`): the largest magnitude along `axes` becomes the largest number
+    of the format."""
+    wide = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(wide), axis=axes, keepdims=True) / _LARGEST[format]
+    # Rows of zeros, and of numbers that devices flush to zero, have no scale. NaN stays NaN.
+    scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)
+    wide = wide / scale
+    values = (jnp.round(wide) if format == "int8" else wide).astype(DTYPES[format])
+    return values, jnp.squeeze(scale, axes)
+
+
+def _spread(scale: Float[Array, "*channels"], letters, out: str) -> Float[Array, "*out"]:
+    """`scale`, whose axes are `letters` in the order in which `out` has them, with an axis of one
+    for each other letter."""
+    sizes = dict(zip(letters, scale.shape, strict=True))
+    return scale.reshape([sizes.get(letter, 1) for letter in out])

@@ -1,0 +1,247 @@
+"""The routes, and around every one of them keys, errors, the log and the counts."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
+
+from ... import __version__
+from ..app import App
+from ..errors import APIError, internal, printable
+from ..http.exchange import ClientGone, HTTPExchange, Receive, Scope, Send
+from .exposition import exposition
+from .generate import chat_completions, completions
+from .message_events import use_message_errors
+from .messages import count_tokens, messages
+from .page import page
+from .responses import responses
+from .schema import openapi
+from .score import score
+from .token_routes import detokenize, tokenize, tokenizer_info
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[App, HTTPExchange], Awaitable[None]]
+OTHER_MODELS = ("embeddings", "audio", "images", "files", "fine_tuning", "moderations", "batches")
+"""What OpenAI has under /v1/ besides text."""
+QUIET = ("/", "/health", "/ready", "/ping", "/metrics", "/load")
+"""Routes that are not logged."""
+
+
+def asgi(app: App) -> Starlette:
+    """The application that a web server runs."""
+    root = [
+        ("/v1/chat/completions", ["POST"], chat_completions),
+        ("/v1/completions", ["POST"], completions),
+        ("/v1/responses", ["POST"], responses),
+        ("/v1/messages", ["POST"], messages),
+        ("/v1/messages/count_tokens", ["POST"], count_tokens),
+        ("/v1/score", ["POST"], score),
+        ("/v1/models", ["GET"], models),
+        ("/v1/models/{id:path}", ["GET"], model),
+        ("/tokenize", ["POST"], tokenize),
+        ("/detokenize", ["POST"], detokenize),
+        ("/tokenizer_info", ["GET"], tokenizer_info),
+        ("/health", ["GET"], health),
+        ("/ready", ["GET"], ready),
+        ("/ping", ["GET", "POST"], ready),
+        ("/metrics", ["GET"], metrics),
+        ("/version", ["GET"], version),
+        ("/load", ["GET"], load),
+        ("/openapi.json", ["GET"], schema),
+    ]
+    public = {"/health", "/ready", "/ping", "/version", "/"}
+    if app.options.page:
+        root.append(("/", ["GET"], page))
+    if app.options.metrics_public:
+        public.add("/metrics")
+    routes = [
+        Route(path, Endpoint(app, path, handler, path in public), methods=methods)
+        for path, methods, handler in root
+    ]
+    middleware = []
+    if app.options.allowed_origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=list(app.options.allowed_origins),
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],  # OpenAI's JavaScript client sends x-stainless-* too
+                expose_headers=["x-request-id", "server-timing", "retry-after"],
+            )
+        )
+    found = Starlette(
+        routes=routes,
+        middleware=middleware,
+        exception_handlers={HTTPException: Endpoint(app, "other", refuse, True).of_exception},
+    )
+    found.router.redirect_slashes = False  # to whatever Host a client names
+    return found
+
+
+class Endpoint:
+    """A handler as an ASGI application."""
+
+    def __init__(self, app: App, route: str, handler: Handler, public: bool):
+        self._app, self._route, self._handler, self._public = app, route, handler, public
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        exchange = HTTPExchange(scope, receive, send, write_timeout=app.options.write_timeout)
+        if app.service.state == "draining":
+            exchange.extra["connection"] = "close"
+        if f"{scope['path']}/".startswith("/v1/messages/"):
+            use_message_errors(exchange)
+        try:
+            try:
+                exchange.check_head()
+                self._check_host(exchange)
+                if not self._public:
+                    exchange.key = app.keys.name_of(exchange.headers)
+                await self._handler(app, exchange)
+                await exchange.flush()
+            except APIError as error:
+                await exchange.send_error(error)
+            except ClientGone:
+                raise
+            except Exception:
+                logger.exception("request %s failed", exchange.request_id)
+                message = f"an internal error; the log has it under {exchange.request_id}"
+                await exchange.send_error(internal(message))
+        except ClientGone as gone:
+            app.service.metrics.slow_clients += bool(gone.args)
+            exchange.log["error"] = "slow_client" if gone.args else "client_gone"
+        finally:
+            exchange.close()
+            app.service.metrics.http[self._route, exchange.status] += 1
+            if self._route not in QUIET:
+                self._log(exchange)
+
+    async def of_exception(self, request: Any, error: Exception) -> Any:
+        """Starlette's own refusals, of paths and methods, in our shape."""
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            scope["refusal"] = error
+            await self(scope, receive, send)
+
+        return answer
+
+    def _check_host(self, exchange: HTTPExchange) -> None:
+        """A web page whose name resolves to a loopback address must not reach the server."""
+        allowed = self._app.allowed_hosts
+        if allowed is None or b"host" not in exchange.headers:  # only HTTP/1.0 may leave it out
+            return
+        host = exchange.headers[b"host"].decode("latin-1")
+        name = host.partition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
+        if name.lower().rstrip(".") not in allowed:
+            message = f"the host {name!r} is not among the server's --allowed-hosts"
+            raise APIError(403, "host_not_allowed", message)
+
+    def _log(self, exchange: HTTPExchange) -> None:
+        total = 1e3 * (time.monotonic() - exchange.arrival)
+        found = {
+            "id": exchange.request_id,
+            "key": exchange.key,
+            "route": self._route,
+            "status": exchange.status,
+            **exchange.log,
+            "total_ms": round(total, 1),
+            "bytes_in": exchange.num_bytes_in,
+            "bytes_out": exchange.num_bytes_out,
+        }
+        if self._app.options.log_json:
+            logger.info("request", extra={"fields": found})
+        else:
+            now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+            shown = {"time": now} | found
+            parts = (f"{name}={value}" for name, value in shown.items() if value not in ("", []))
+            room = self._app.options.max_log_len if self._app.options.log_requests else 0
+            logger.info("%s", printable(" ".join(parts), 1000 + room))
+
+
+# Handlers ---------------------------------------------------------------------------
+
+
+async def refuse(app: App, exchange: HTTPExchange) -> None:
+    """Answer a path that no route has with 404, and a method that its route lacks with 405."""
+    error, path = exchange.scope["refusal"], exchange.scope["path"]
+    if error.status_code == 405:
+        message = f"{exchange.method} is not possible here"
+        raise APIError(405, "method_not_allowed", message, headers=dict(error.headers or {}))
+    if any(path.startswith(f"/v1/{name}") for name in OTHER_MODELS):
+        raise APIError(404, "unknown_route", f"{path}: this server only generates text")
+    raise APIError(404, "unknown_route", f"there is no {path}")
+
+
+async def health(app: App, exchange: HTTPExchange) -> None:
+    """GET /health: the process answers."""
+    await exchange.send_json(200, {"status": "ok"})
+
+
+async def ready(app: App, exchange: HTTPExchange) -> None:
+    """GET /ready, /ping: requests are taken."""
+    service = app.service
+    is_ending = service.state == "ready" and service.is_shutting_down
+    found: dict[str, Any] = {"status": "draining" if is_ending else service.state}
+    if service.state == "starting":
+        found |= service.start
+    await exchange.send_json(200 if found["status"] == "ready" else 503, found)
+
+
+async def version(app: App, exchange: HTTPExchange) -> None:
+    """GET /version"""
+    await exchange.send_json(200, {"version": __version__})
+
+
+async def load(app: App, exchange: HTTPExchange) -> None:
+    """GET /load: requests that wait and run."""
+    await exchange.send_json(200, {"server_load": app.service.num_admitted})
+
+
+async def metrics(app: App, exchange: HTTPExchange) -> None:
+    """GET /metrics"""
+    accept = exchange.headers.get(b"accept", b"").decode("latin-1")
+    await exchange.send_bytes(200, *exposition(app.service, accept))
+
+
+async def schema(app: App, exchange: HTTPExchange) -> None:
+    """GET /openapi.json"""
+    await exchange.send_json(200, openapi())
+
+
+async def models(app: App, exchange: HTTPExchange) -> None:
+    """GET /v1/models"""
+    cards = [_card(app, name) for name in app.model_names]
+    await exchange.send_json(200, {"object": "list", "data": cards})
+
+
+async def model(app: App, exchange: HTTPExchange) -> None:
+    """GET /v1/models/{id}"""
+    name = exchange.scope["path_params"]["id"]
+    app.check_model(name)
+    await exchange.send_json(200, _card(app, name))
+
+
+def _card(app: App, name: str) -> dict[str, Any]:
+    is_open = app.service.engine is not None
+    return {
+        "id": name,
+        "object": "model",
+        "created": app.created,
+        "owned_by": "swiftkv-jax",
+        "root": app.model_names[0],
+        "parent": None,
+        "max_model_len": app.service.max_model_len if is_open else None,
+        "default_max_tokens": app.options.default_max_tokens,
+        "has_chat_template": bool(app.tokenizer.chat_template) if is_open else None,
+        "permission": [],
+    }

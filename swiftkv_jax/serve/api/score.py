@@ -1,0 +1,126 @@
+"""POST /v1/score: exact log-likelihoods of continuations, as `infer score` gives them. The upper
+layers run for the tokens that are scored alone."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from ...errors import UsageError
+from ...infer.engine.page_pool import page_keys
+from ...infer.engine.requests import ScoreRequest
+from ...infer.engine.sampling_params import MAX_LOGPROBS
+from ...infer.text import encode_pair
+from ..app import App
+from ..errors import PromptTooLong, invalid, unsupported
+from ..http.exchange import HTTPExchange
+from ..options import MAX_LOGPROB_ENTRIES, MAX_PROMPTS
+from ..protocol import Pair, ScoreBody
+from ..service.admission import Reservation
+from ..service.generation import EngineRequest, Generation
+from ..text.prompts import Prompt
+from .generate import salt_of
+from .run import run, until_done
+
+
+async def score(app: App, exchange: HTTPExchange) -> None:
+    """POST /v1/score"""
+    app.service.check_ready()
+    if not app.scoring:
+        raise unsupported("pairs", "scores need the server's --enable-scoring")
+    await run(app, exchange, ScoreBody, _prepare, _send)
+
+
+async def _prepare(
+    app: App, exchange: HTTPExchange, body: ScoreBody, reservation: Reservation
+) -> tuple[Generation, None]:
+    parts = await _parts(app, exchange, body, exchange.num_bytes_in)
+    prompts = [part.prompt for part in parts]
+    reservation.count(sum(len(prompt.token_ids) for prompt in prompts), len(parts), "pairs")
+    return Generation(prompts, parts, reservation, exchange.arrival), None
+
+
+async def _send(
+    app: App, exchange: HTTPExchange, body: ScoreBody, generation: Generation, _: None
+) -> None:
+    await until_done(exchange, generation)
+    work, length = functools.partial(_answer, app, body, generation), generation.num_prompt_tokens
+    await exchange.send_json(200, await app.encoder.in_thread(work, length))
+
+
+async def _parts(
+    app: App, exchange: HTTPExchange, body: ScoreBody, num_bytes: int
+) -> list[EngineRequest]:
+    """What the engine scores. Raises `APIError`."""
+    top = body.top_logprobs or 0
+    if not 1 <= len(body.pairs) <= MAX_PROMPTS:
+        raise invalid("pairs", f"`pairs` must have 1 to {MAX_PROMPTS} entries")
+    if not 0 <= top <= MAX_LOGPROBS:
+        raise invalid("top_logprobs", f"`top_logprobs`={top} must be from 0 to {MAX_LOGPROBS}")
+    salt = salt_of(app, exchange, None)
+
+    def work() -> list[EngineRequest]:
+        return [_part(app, number, pair, top, salt) for number, pair in enumerate(body.pairs)]
+
+    parts = await app.encoder.in_thread(work, num_bytes)
+    entries = sum(len(part.request.tokens) - part.request.start for part in parts)  # type: ignore[union-attr]
+    if entries * (top + 1) > MAX_LOGPROB_ENTRIES:
+        raise invalid(
+            "pairs", f"{entries} tokens with {top + 1} log-probabilities each are too many"
+        )
+    return parts
+
+
+def _part(app: App, number: int, pair: Pair, top: int, salt: str) -> EngineRequest:
+    param = f"pairs[{number}]"
+    try:
+        before, after = encode_pair(app.tokenizer, pair.context, pair.continuation)
+    except UsageError as error:
+        raise invalid(param, str(error)) from None
+    ids = np.asarray(before + after, np.int32)
+    limit = app.service.max_model_len
+    if ids.size > limit:
+        raise PromptTooLong(param, prompt_tokens=ids.size, limit=limit)
+    keys = page_keys(ids, app.encoder.page_size, salt)  # type: ignore[arg-type]
+    request = ScoreRequest(
+        ids,  # type: ignore[arg-type]
+        start=len(before),
+        top_logprobs=top,
+        cache_salt=salt,
+        page_keys=keys,
+    )
+    return EngineRequest(request, Prompt(ids, keys, None))
+
+
+def _answer(app: App, body: ScoreBody, generation: Generation) -> dict[str, Any]:
+    """A row for each pair: the sum over its continuation, and each token."""
+    rows = []
+    for index, part in enumerate(generation.parts):
+        assert isinstance(part.request, ScoreRequest)
+        ids = part.prompt.token_ids[part.request.start :].tolist()
+        likeliest = [token for output in part.scores for token in output.token_ids]
+        logprobs = part.logprobs
+        row: dict[str, Any] = {
+            "index": index,
+            "logprob": sum(one.logprob for one in logprobs),
+            "is_greedy": ids == likeliest,
+            "token_ids": ids,
+            "token_logprobs": [one.logprob for one in logprobs],
+        }
+        if body.top_logprobs:
+            row["top_logprobs"] = [
+                [{"token_id": token, "logprob": value} for token, value in one.top_logprobs]
+                for one in logprobs
+            ]
+        rows.append(row)
+    return {
+        "object": "list",
+        "model": body.model or app.model_names[0],
+        "data": rows,
+        "usage": {
+            "prompt_tokens": generation.num_prompt_tokens,
+            "total_tokens": generation.num_prompt_tokens,
+        },
+    }

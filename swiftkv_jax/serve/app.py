@@ -1,0 +1,192 @@
+"""What all routes use: the model's tokenizer and engine, keys, options."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from .. import __version__
+from ..infer.engine.engine import Engine
+from ..infer.engine.grammar import Matcher
+from ..text.chat_messages import normalize_tools
+from .bodies.forms import Form, form_of
+from .bodies.media import replace_media
+from .bodies.params import truncation_of
+from .bodies.template_options import template_options, variables_of
+from .errors import APIError, invalid, unsupported
+from .http.auth import Keys
+from .options import ServerOptions
+from .protocol import MAX_MESSAGES, ChatBody, CompletionBody, Sampling, TokenizeBody
+from .service.service import Service
+from .text.grammars import Compiler, GrammarQueue
+from .text.prompts import LONG, Prompt, PromptEncoder, Truncation
+from .text.reasoning import Reasoning, reasoning_of
+from .text.token_text import TokenSpellings
+from .text.tool_formats import FORMATS, UNPARSED, ToolFormat, format_of
+
+logger = logging.getLogger(__name__)
+
+
+class App:
+    """Everything that the handlers use. Made before the model is loaded; `prepare` follows."""
+
+    def __init__(self, options: ServerOptions, model_name: str):
+        self.options = options
+        self.model_names = options.served_model_name or (model_name,)
+        self.service = Service(options, self.model_names[0])
+        self.keys = Keys(options.api_keys)
+        self.allowed_hosts: frozenset[str] | None = None
+        if options.allowed_hosts is not None:
+            self.allowed_hosts = frozenset(host.lower() for host in options.allowed_hosts)
+        self.created = int(time.time())
+        self.max_body_size = options.body_limit(0)
+        self.scoring = False
+        self.fingerprint = ""
+        self.sampling_defaults: Mapping[str, Any] = {}
+        self.tokenizer: Any = None
+        self.encoder: PromptEncoder
+        self.reasoning: Reasoning | None = None
+
+    def prepare(
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        sampling_defaults: Mapping[str, Any],
+        compiler: Compiler | None,
+        facts: Mapping[str, str],
+    ) -> None:
+        """Make what requests need besides the service, in the thread that has loaded the model: it
+        takes a moment. The arguments are those of `Loaded`."""
+        options = engine.options
+        self.tokenizer, self.sampling_defaults = tokenizer, sampling_defaults
+        self.max_body_size = self.options.body_limit(engine.max_model_len)
+        self.scoring = options.scoring
+        self.fingerprint = system_fingerprint(engine, facts)
+        self.encoder = PromptEncoder(
+            tokenizer,
+            max_model_len=engine.max_model_len,
+            vocab_size=engine.config.vocab_size,
+            page_size=engine.model_runner.shapes.page_size,
+            caching=options.enable_prefix_caching,
+        )
+        self.grammars: GrammarQueue | None = None
+        """None refuses grammars."""
+        if compiler is not None:
+            self.grammars = GrammarQueue(compiler, queue_timeout=self.options.queue_timeout)
+        template = str(getattr(tokenizer, "chat_template", None) or "")
+        self.template_variables = variables_of(template)
+        self.reasoning = reasoning_of(
+            self.options.reasoning_parser,
+            tokenizer,
+            template,
+            vocab_size=engine.config.vocab_size,
+            eos_token_ids=engine.eos_token_ids,
+        )
+        chosen, asked = self.options.tool_call_parser, None
+        if "tools" in self.template_variables:
+            asked = format_of(template)
+        self.tool_format: ToolFormat | None = None
+        """None refuses tools."""
+        if asked is not None and chosen != "none":
+            self.tool_format = ToolFormat.of(asked if chosen == "auto" else chosen, tokenizer)
+            if self.tool_format.name == UNPARSED:
+                logger.warning(
+                    "calls of tools come as text: the chat template asks for them in a format that "
+                    "is not parsed; `tool_call_parser` chooses one of %s",
+                    ", ".join(FORMATS),
+                )
+        self.spellings = TokenSpellings(tokenizer)
+        self.spellings_as_ids = TokenSpellings(tokenizer, as_ids=True)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise `APIError` for a model that is not served. None is the one that is."""
+        if name is not None and name not in self.model_names:
+            raise APIError(
+                404,
+                "model_not_found",
+                f"the model {name!r} is not served here; {self.model_names[0]!r} is",
+                param="model",
+            )
+
+    async def encode_chat(
+        self,
+        body: ChatBody | TokenizeBody,
+        salt: str,
+        num_bytes: int,
+        *,
+        counting: bool = False,
+    ) -> Prompt:
+        """The prompt of the messages of a body, on which `replace_media` is done. `counting` is
+        that of `PromptEncoder.encode`. Raises `APIError`."""
+        if not body.messages or len(body.messages) > MAX_MESSAGES:
+            raise invalid("messages", f"`messages` must have 1 to {MAX_MESSAGES} messages")
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise unsupported(
+                "messages", "this model has no chat template: use /v1/completions, or a chat model"
+            )
+        generation_prompt = body.add_generation_prompt
+        go_on = bool(body.continue_final_message)
+        if generation_prompt is None:
+            generation_prompt = not go_on
+        if generation_prompt and go_on:
+            raise invalid(
+                "continue_final_message",
+                "`continue_final_message` and `add_generation_prompt` exclude each other",
+            )
+        variables = template_options(
+            body,
+            self.template_variables,
+            self.options.chat_template_kwargs,
+            reasons=self.reasoning is not None,
+        )
+        body.messages = replace_media(body.messages)
+        return await self.encoder.encode_chat(
+            body.messages,
+            variables=variables,
+            num_bytes=num_bytes,
+            salt=salt,
+            add_generation_prompt=generation_prompt,
+            continue_final_message=go_on,
+            counting=counting,
+            add_special_tokens=bool(body.add_special_tokens),
+            truncation=self.truncation_of(body) if isinstance(body, ChatBody) else None,
+            tools=normalize_tools(msgspec.to_builtins(body.tools)),
+        )
+
+    def truncation_of(self, body: ChatBody | CompletionBody) -> Truncation | None:
+        """How the prompts of a body are shortened. Raises `APIError`."""
+        return truncation_of(body, self.service.max_model_len)
+
+    async def form_of(self, body: Sampling, tool_format: ToolFormat | None, num_bytes: int) -> Form:
+        """The form that a body of some `num_bytes` asks for: schemas of a megabyte take a tenth of
+        a second to read. Raises `APIError`."""
+        if num_bytes <= LONG:
+            return form_of(body, tool_format)
+        return await self.encoder.in_thread(lambda: form_of(body, tool_format), num_bytes)
+
+    async def compile_grammar(self, form: Form) -> Matcher | None:
+        """What keeps an answer in its form; None for free text. Raises `APIError`."""
+        if (grammar := form.grammar) is None:
+            return None
+        if self.grammars is None:
+            raise unsupported(form.param, f"`{form.param}`: this server follows no grammars")
+        return await self.grammars.compile(grammar, form.param)
+
+    def close(self) -> bool:
+        """End the threads that make prompts and grammars; False if a grammar is still compiled."""
+        self.encoder.close()
+        return self.grammars is None or self.grammars.close()
+
+
+def system_fingerprint(engine: Engine, facts: Mapping[str, str]) -> str:
+    """Equal for servers that answer a seed alike: version, weights, architecture, cut, cache, mesh
+    and kind of device. `facts` are those of `Loaded`."""
+    options = engine.options
+    cache = options.kv_cache_dtype, options.page_size, options.generated_kv
+    digest = hashlib.sha256(repr((engine.config, cache, sorted(facts.items()))).encode())
+    return f"swiftkv-{__version__}-{digest.hexdigest()[:8]}"

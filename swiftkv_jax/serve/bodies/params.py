@@ -1,0 +1,297 @@
+"""From the fields of a body to `SamplingParams`: each is honoured exactly, or refused by name."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import UsageError
+from ...infer.engine.sampling_params import MAX_BIASES, MAX_LOGPROBS, SamplingParams
+from ..errors import PromptTooLong, invalid, of_usage, unsupported
+from ..options import MAX_LOGPROB_ENTRIES, ServerOptions
+from ..protocol import Body, ChatBody, CompletionBody, Sampling
+from ..text.prompts import Truncation
+
+MAX_STOP_CHARACTERS = 512
+"""Characters of all stop strings."""
+COMPLETION_MAX_TOKENS = 16
+"""`max_tokens` of a completion that names none, as at OpenAI."""
+
+_SAME_NAME = (
+    "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty "
+    "stop_token_ids ignore_eos n"
+).split()
+
+_ASK_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
+    "documents": ([],),
+    "early_stopping": (False,),
+    "echo": (False,),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "modalities": (["text"],),
+    "service_tier": ("auto", "default"),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "watermarking": (False,),
+}
+"""Fields that are refused, with the values besides null at which they change nothing."""
+
+_REASONS = {
+    "chat_template": "templates come from the checkpoint or the server's command line alone",
+    "functions": "`functions` is deprecated: the field is `tools`",
+    "function_call": "`function_call` is deprecated: the field is `tool_choice`",
+    "thinking": "`thinking` is not supported: `reasoning_effort` 'none' switches reasoning off",
+    **{
+        f"guided_{kind}": f"`guided_{kind}` is now `structured_outputs.{kind}`"
+        for kind in ("choice", "grammar", "json", "regex")
+    },
+}
+
+_REFUSED = {
+    name: _ASK_FOR_NOTHING.get(name, ())
+    for name in sorted(
+        {
+            "audio",
+            "chat_template",
+            "function_call",
+            "functions",
+            "kv_transfer_params",
+            "moderation",
+            "prediction",
+            "prompt_embeds",
+            "repetition_detection",
+            "stream_interval",
+            "thinking",
+            "thinking_token_budget",
+            "verbosity",
+            "vllm_xargs",
+            "web_search_options",
+            *(f"guided_{kind}" for kind in ("choice", "grammar", "json", "regex")),
+            *_ASK_FOR_NOTHING,
+        }
+    )
+}
+_REFUSED_BUT_ECHO = {name: nothing for name, nothing in _REFUSED.items() if name != "echo"}
+
+
+def refuse_unsupported(body: Sampling) -> None:
+    """Raise `APIError` for a field that this server cannot honour and that asks for something."""
+    refused = _REFUSED_BUT_ECHO if isinstance(body, CompletionBody) else _REFUSED
+    refuse_fields(body, refused, _REASONS)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise unsupported("best_of", "`best_of` must be equal to `n`")
+    stream = body.stream_options
+    if stream is not None and not body.stream:
+        raise invalid("stream_options", "`stream_options` needs `stream`")
+    if stream is not None and stream.include_obfuscation:
+        raise unsupported("stream_options.include_obfuscation")
+    for name, pattern in (
+        ("cache_salt", r"[^@/\\\0]{1,128}"),
+        ("request_id", r"[a-zA-Z0-9_.:-]{1,128}"),
+    ):
+        value = getattr(body, name)
+        if value is not None and not re.fullmatch(pattern, value):
+            raise invalid(name, f"`{name}` must be 1 to 128 characters like {pattern[:-7]}")
+    if body.metadata is not None and len(body.metadata) > 16:
+        raise invalid("metadata", "`metadata` has at most 16 pairs")
+
+
+def priority_of(body: Sampling, options: ServerOptions) -> int:
+    """Lower ones come first. Raises `APIError`."""
+    priority = body.priority or 0
+    if priority and options.scheduling_policy != "priority":
+        raise unsupported("priority", "`priority` needs the server's --scheduling-policy priority")
+    if not -(2**31) <= priority < 2**31:
+        raise invalid("priority", f"`priority`={priority} must be an integer of 32 bits")
+    return priority
+
+
+def refuse_fields(
+    body: Body, refused: Mapping[str, tuple[Any, ...]], reasons: Mapping[str, str] | None = None
+) -> None:
+    """Raise `APIError` for a field that asks for something. `refused` maps fields to the values
+    besides null at which they change nothing, `reasons` some of them to a message."""
+    for name, nothing in refused.items():
+        if _asks_for_something(getattr(body, name, None), nothing):
+            raise unsupported(name, (reasons or {}).get(name, ""))
+
+
+def _asks_for_something(value: Any, nothing: tuple[Any, ...]) -> bool:
+    """Whether a value is neither null nor one of those that change nothing."""
+    # `True == 1`: a bool is no number here.
+    return value is not None and not any(
+        value == one and isinstance(value, bool) == isinstance(one, bool) for one in nothing
+    )
+
+
+def truncation_of(body: ChatBody | CompletionBody, max_model_len: int) -> Truncation | None:
+    """How the prompts of a body are shortened; None leaves them whole. Raises `APIError`."""
+    limit, side = body.truncate_prompt_tokens, body.truncation_side
+    if limit is None:
+        if side is not None:
+            raise invalid("truncation_side", "`truncation_side` needs `truncate_prompt_tokens`")
+        return None
+    if isinstance(body, ChatBody):
+        tokens = _chat_max_tokens(body) or 1
+        if side == "right":
+            raise unsupported(
+                "truncation_side", "`truncation_side`: the end of a chat is its answer's beginning"
+            )
+    else:
+        tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if limit == -1:
+        limit = max(max_model_len - tokens, 1)
+    elif not 1 <= limit <= max_model_len:
+        raise invalid(
+            "truncate_prompt_tokens",
+            f"`truncate_prompt_tokens`={limit} must be -1 or from 1 to {max_model_len}",
+        )
+    return Truncation(limit, side or "left")
+
+
+def sampling_params(
+    body: ChatBody | CompletionBody,
+    defaults: Mapping[str, Any],
+    options: ServerOptions,
+    *,
+    prompt_tokens: int,
+    max_model_len: int,
+    max_num_seqs: int,
+) -> SamplingParams:
+    """The parameters of a body whose longest prompt has `prompt_tokens`. `defaults` are fields of
+    `SamplingParams` for what it leaves out. Raises `APIError`."""
+    names = {"max_tokens": "max_tokens"}
+    given: dict[str, Any] = {
+        name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None
+    }
+    room, limit = max_model_len - prompt_tokens, options.max_tokens_limit
+    if isinstance(body, ChatBody):
+        tokens = _chat_max_tokens(body)
+        if tokens is None:
+            tokens = min(room, options.default_max_tokens or room, limit or room)
+            if (logprobs := _logprobs(body)) is not None:
+                tokens = min(tokens, MAX_LOGPROB_ENTRIES // ((body.n or 1) * (logprobs + 1)))
+            tokens = max(tokens, 1)
+        if body.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+    else:
+        tokens = body.max_tokens
+        if tokens is None:
+            tokens = min(COMPLETION_MAX_TOKENS, limit or COMPLETION_MAX_TOKENS, max(room, 1))
+        if tokens == 0 and not body.echo:
+            raise invalid("max_tokens", "`max_tokens`=0 needs `echo`")
+    if options.clamp_max_tokens and room > 0:
+        tokens = min(tokens, room, limit or room)
+    if limit is not None and tokens > limit:
+        raise invalid(
+            names["max_tokens"],
+            f"`{names['max_tokens']}`={tokens} is above the server's limit of {limit}",
+        )
+    if prompt_tokens + tokens > max_model_len:
+        is_chat = isinstance(body, ChatBody)
+        too_long = "messages" if is_chat else "prompt"
+        raise PromptTooLong(
+            names["max_tokens"] if room > 0 else too_long,
+            prompt_tokens=prompt_tokens,
+            limit=max_model_len,
+            new_tokens=tokens,
+            is_chat=is_chat,
+        )
+    echo_alone = tokens == 0 and isinstance(body, CompletionBody)
+    given["max_tokens"] = 1 if echo_alone else tokens
+    given["min_tokens"] = body.min_tokens or 0
+    given["seed"] = secrets.randbits(63) if body.seed is None else body.seed
+    given["logprobs"] = _logprobs(body)
+    if body.stop is not None:
+        stops = [body.stop] if isinstance(body.stop, str) else body.stop
+        if sum(map(len, stops)) > MAX_STOP_CHARACTERS:
+            raise invalid("stop", f"`stop` has more than {MAX_STOP_CHARACTERS} characters in all")
+        given["stop"] = tuple(stops)
+    if body.logit_bias is not None:
+        if len(body.logit_bias) > MAX_BIASES:
+            entries = len(body.logit_bias)
+            message = f"`logit_bias`: {entries} entries are above the limit of {MAX_BIASES}"
+            raise invalid("logit_bias", message)
+        given["logit_bias"] = {_token(key): bias for key, bias in body.logit_bias.items()}
+    if (body.temperature or 0) > options.max_temperature:
+        raise invalid("temperature", f"`temperature` must be from 0 to {options.max_temperature:g}")
+    if body.ignore_eos and not options.allow_ignore_eos:
+        raise unsupported("ignore_eos", "`ignore_eos` is switched off on this server")
+    if (body.n or 1) > max_num_seqs:
+        raise invalid("n", f"`n`={body.n} samples do not fit into {max_num_seqs} slots")
+    if isinstance(body, ChatBody) and body.top_logprobs is not None:
+        names["logprobs"] = "top_logprobs"
+    try:
+        return SamplingParams(**dict(defaults) | given)
+    except UsageError as error:
+        raise of_usage(error, names) from None
+
+
+def _chat_max_tokens(body: ChatBody) -> int | None:
+    first, second = body.max_completion_tokens, body.max_tokens
+    if first is not None and second is not None and first != second:
+        raise invalid(
+            "max_tokens", f"`max_tokens`={second} and `max_completion_tokens`={first} differ"
+        )
+    return second if first is None else first
+
+
+def _logprobs(body: ChatBody | CompletionBody) -> int | None:
+    if isinstance(body, CompletionBody):
+        return body.logprobs
+    if not body.logprobs:
+        if body.top_logprobs:
+            raise invalid("top_logprobs", "`top_logprobs` needs `logprobs`")
+        return None
+    return body.top_logprobs or 0
+
+
+def prompt_logprobs(body: ChatBody | CompletionBody, *, scoring: bool) -> int | None:
+    """Number of likeliest tokens that are listed for each token of a prompt; None: the prompt's
+    log-probabilities are not asked for. `scoring` is whether the server gives them. Raises
+    `APIError`."""
+    count = body.prompt_logprobs
+    if count is None:
+        return None
+    if not scoring:
+        message = "`prompt_logprobs` needs the server's --enable-scoring"
+        raise unsupported("prompt_logprobs", message)
+    if body.stream:
+        raise unsupported("stream", "`stream` does not go with `prompt_logprobs`")
+    if not 0 <= count <= MAX_LOGPROBS:
+        message = f"`prompt_logprobs`={count} must be from 0 to {MAX_LOGPROBS}"
+        raise invalid("prompt_logprobs", message)
+    return count
+
+
+def check_logprob_entries(params: SamplingParams, prompt_tokens: int, prompts: int) -> None:
+    """Raise `APIError` for more log-probabilities than one answer may hold. `prompt_tokens` are
+    those whose log-probabilities `echo` asks for."""
+    if params.logprobs is not None:
+        tokens = prompts * params.n * params.max_tokens + prompt_tokens
+        _check_entries(tokens, params.logprobs, "logprobs", "`max_tokens`, `n` or `logprobs`")
+
+
+def check_prompt_logprob_entries(count: int | None, tokens: int) -> None:
+    """The same for `prompt_logprobs`, of so many prompt tokens."""
+    if count is not None:
+        _check_entries(tokens, count, "prompt_logprobs", "`n` or `prompt_logprobs`")
+
+
+def _check_entries(tokens: int, count: int, param: str, lower: str) -> None:
+    if tokens * (count + 1) > MAX_LOGPROB_ENTRIES:
+        raise invalid(
+            param,
+            f"{tokens} tokens with {count + 1} log-probabilities each are above the limit of "
+            f"{MAX_LOGPROB_ENTRIES}: lower {lower}",
+        )
+
+
+def _token(key: str) -> int:
+    if not re.fullmatch("0|[1-9][0-9]{0,9}", key):
+        raise invalid("logit_bias", f"`logit_bias`: {key!r} is not a token id")
+    return int(key)

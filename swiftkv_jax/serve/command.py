@@ -1,0 +1,188 @@
+"""The command `serve`: loads a model and serves it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import functools
+import importlib.util
+import ipaddress
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.sharding import Mesh
+
+from ..cli import OK, json_log
+from ..cli.model_loading import open_model, read_model, setup_model_devices
+from ..cli.model_options import ModelOptions
+from ..errors import UsageError
+from ..infer.commands.chat_template import chat_template_text, set_chat_template
+from ..infer.commands.engine_options import given_engine_options, given_fields
+from ..infer.commands.sampling_options import checkpoint_params, given_sampling_params
+from ..infer.commands.start import start_engine
+from ..infer.engine.engine import Engine
+from ..infer.engine.options import EngineOptions
+from ..infer.engine.requests import Request
+from ..infer.engine.sampling_params import SamplingParams
+from ..infer.structured.structured_outputs import GrammarCompiler
+from ..model.model import Model
+from ..process.distributed import announces_several
+from .options import KVEventsConfig, ServerOptions
+
+if TYPE_CHECKING:
+    from .distributed.followers import Followers
+
+logger = logging.getLogger(__name__)
+
+PACKAGES = ("starlette", "uvicorn", "msgspec", "prometheus_client", "llguidance")
+"""What the extra `serve` installs."""
+
+
+def main(args: argparse.Namespace) -> int:
+    if args.log_json:
+        json_log.begin()
+    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+        raise UsageError(f"the server needs {', '.join(missing)}: pip install 'swiftkv-jax[serve]'")
+    if args.directory is not None:
+        if args.model is not None:
+            raise UsageError(f"{args.directory} and `model`={args.model}: give one of them")
+        args.model = args.directory
+    model_options, options = ModelOptions.from_args(args), server_options(args)
+    defaults: dict[str, Any] = {"structured_outputs": True, "single_step_rows": None}
+    engine_options = EngineOptions(**defaults | given_engine_options(args))
+    if options.kv_events_config is not None and not engine_options.enable_prefix_caching:
+        raise UsageError("`kv_events_config` has no events without `enable_prefix_caching`")
+    sampling = given_sampling_params(args)
+    SamplingParams(**sampling)
+    template = None if args.chat_template is None else chat_template_text(args.chat_template)
+    from ..checkpoints.auxiliary import has_tokenizer
+    from ..checkpoints.tokenizer import has_chat_template
+    from . import processes, server  # after the look for their packages
+
+    def load(mesh: Mesh | None, report: server.Report) -> server.Loaded:
+        model = read_model(model_options, mesh)
+        defaults = {"temperature": 1.0} | checkpoint_params(model) | sampling
+        tokenizer = model.tokenizer
+        if template is not None:
+            set_chat_template(tokenizer, template, str(args.chat_template))
+        facts = model_facts(model, mesh, model.uses_swiftkv(model_options.uses_swiftkv))
+        report("compiling")
+        compiler, chosen = None, engine_options
+        if chosen.structured_outputs:
+            try:
+                compiler = GrammarCompiler(
+                    tokenizer,
+                    vocab_size=model.config.vocab_size,
+                    eos_token_ids=model.eos_token_ids,
+                )
+            except UsageError as error:
+                logger.warning("no structured outputs: %s", error)
+                chosen = dataclasses.replace(chosen, structured_outputs=False)
+        engine = start_engine(
+            model,
+            mesh,
+            chosen,
+            model_options,
+            on_compile=functools.partial(report, "compiling"),
+        )
+        report("warming")
+        return server.Loaded(engine, tokenizer, defaults, warm(engine), compiler, facts)
+
+    def serve(load: processes.Load, followers: Followers | None = None) -> int:
+        files = open_model(model_options).auxiliary_files
+        if not has_tokenizer(files):
+            raise UsageError("this checkpoint has no tokenizer: a server needs one")
+        if template is None and not has_chat_template(files.contents):
+            logger.warning(
+                "this checkpoint has no chat template: chats will be refused; `chat_template` FILE "
+                "gives one"
+            )
+        if args.uds is not None:
+            listener, at = server.listen_unix(args.uds), f"unix:{args.uds}"
+        else:
+            listener = server.listen(args.host, args.port)
+            host = f"[{args.host}]" if ":" in args.host else args.host
+            scheme = "http" if options.ssl_certfile is None else "https"
+            at = f"{scheme}://{host}:{listener.getsockname()[1]}"
+        logger.info(f"listening on {at}")
+        name = model_options.name
+        again = None if args.api_key_file is None else (lambda: _keys(args))
+        with asyncio.Runner(loop_factory=server.loop_factory()) as runner:
+            served = server.serve(
+                options, name, listener, load, read_keys=again, followers=followers
+            )
+            try:
+                return runner.run(served) or OK
+            finally:
+                if args.uds is not None:
+                    args.uds.unlink(missing_ok=True)
+
+    if announces_several(model_options.coordinator_address):
+        open_model(model_options)  # a download ends before the others are waited for
+        return processes.run(model_options, engine_options, options.stall_timeout, load, serve)
+    return serve(lambda report: load(setup_model_devices(model_options), report))
+
+
+def model_facts(model: Model, mesh: Mesh | None, swiftkv: bool) -> dict[str, str]:
+    """What the answers to a seed depend on, for `system_fingerprint`. The digest of the weights is
+    one read of them by the devices; with several processes, all of them call this."""
+    from ..checkpoints.digest import digest_all
+
+    shape = {} if mesh is None else {name: size for name, size in mesh.shape.items() if size > 1}
+    return {
+        "weights": digest_all(jax.tree.leaves((model.llama, model.swiftkv))),
+        "swiftkv": str(swiftkv),
+        "mesh": str(shape),
+        "device": jax.devices()[0].device_kind,
+    }
+
+
+def warm(engine: Engine) -> float:
+    """Run a chunk and a decode call, twice: the first time is slower. Nothing of it is counted.
+    Returns the tokens/s of the second, a lower bound of prefill's."""
+    length = min(engine.model_runner.limits.chunk_tokens, engine.max_model_len - 1)
+    seconds = 1.0
+    for salt in ("first", "second"):
+        params = SamplingParams(max_tokens=1, ignore_eos=True)
+        start = time.perf_counter()
+        for _ in engine.run([Request([0] * length, params, cache_salt=salt)]):
+            pass
+        seconds = time.perf_counter() - start
+    engine.reset_stats()
+    return length / seconds
+
+
+def server_options(args: argparse.Namespace) -> ServerOptions:
+    """From the arguments of `add_flags`. Raises `UsageError`."""
+    given: dict[str, Any] = given_fields(ServerOptions, args)
+    given["served_model_name"] = tuple(args.served_model_name or ())
+    given["api_keys"] = _keys(args)
+    if args.kv_events_config is not None:
+        given["kv_events_config"] = KVEventsConfig.from_json(args.kv_events_config)
+    loopback = args.uds is not None or is_loopback(args.host)
+    if not loopback and not given["api_keys"] and not args.insecure:
+        raise UsageError(
+            f"`host`={args.host} can be reached from other machines: give `api_key` or "
+            f"`api_key_file`, or say `insecure`"
+        )
+    if args.allowed_hosts is not None or (loopback and args.uds is None):
+        own = "localhost", "127.0.0.1", "[::1]", args.host
+        given["allowed_hosts"] = (*own, *(args.allowed_hosts or ()))
+    return ServerOptions(**given)
+
+
+def _keys(args: argparse.Namespace) -> dict[str, str]:
+    from .http.auth import read_keys
+
+    return read_keys(args.api_key or (), args.api_key_file)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,262 @@
+"""What the processes of a server send each other: requests and aborts from process 0, a frame
+before each step, and back from each follower when it has taken the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from ...infer.engine.grammar import Matcher
+from ...infer.engine.requests import Request, ScoreRequest
+from ...infer.engine.sampling_params import SamplingParams
+from ...infer.structured.reasoning_grammar import ReasoningGrammar
+from ...infer.structured.structured_outputs import GrammarMatcher
+from ...infer.structured.token_filter import TokenFilter
+
+SPLIT_BYTES = 16 * 2**20
+"""Bytes of requests after which a frame is continued in another."""
+
+# Requests ---------------------------------------------------------------------------------
+
+
+class ReasoningFields(msgspec.Struct, omit_defaults=True):
+    """What a `ReasoningGrammar` has besides its grammar."""
+
+    end_tag: bytes
+    begin_token: int | None
+    end_token_ids: tuple[int, ...]
+
+
+class Grammar(msgspec.Struct, omit_defaults=True):
+    """What `Request.grammar` is made of."""
+
+    grammar: str | None = None
+    """In llguidance's own form."""
+    reasoning: ReasoningFields | None = None
+    """What may come before it."""
+    is_filter: bool = False
+    """Whether a `TokenFilter` is around it, with the fields that follow."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+
+class _Common(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """Fields of `Request` and `ScoreRequest`."""
+
+    tokens: bytes
+    """i32."""
+    cache_salt: str = ""
+    page_keys: list[bytes] | None = None
+    generated_kv: Literal["boundary", "own"] | None = None
+    exact_tail: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what may be long."""
+        return len(self.tokens) + sum(map(len, self.page_keys or ()))
+
+
+class GenerateFields(_Common, tag="generate", omit_defaults=True, kw_only=True):
+    """A `Request`."""
+
+    params: SamplingParams
+    rng_stream: int = 0
+    grammar: Grammar | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        grammar = self.grammar and self.grammar.grammar
+        return super().num_bytes + len(grammar or "")
+
+
+class ScoreFields(_Common, tag="score", omit_defaults=True, kw_only=True):
+    """A `ScoreRequest`."""
+
+    start: int
+    top_logprobs: int = 0
+
+
+Fields = GenerateFields | ScoreFields
+
+
+def fields_of(request: Request | ScoreRequest) -> Fields:
+    """A request as it is sent. Raises `TypeError` for a grammar that cannot be."""
+    is_score = isinstance(request, ScoreRequest)
+    tokens = request.tokens if is_score else request.prompt
+    common = {
+        "tokens": np.asarray(tokens, np.int32).tobytes(),
+        "cache_salt": request.cache_salt,
+        "page_keys": None if request.page_keys is None else list(request.page_keys),
+        "generated_kv": request.generated_kv,
+        "exact_tail": request.exact_tail,
+    }
+    if is_score:
+        return ScoreFields(**common, start=request.start, top_logprobs=request.top_logprobs)
+    return GenerateFields(
+        **common,
+        params=request.params,
+        rng_stream=request.rng_stream,
+        grammar=_grammar_of(request.grammar),
+    )
+
+
+class Makers(NamedTuple):
+    """What a process makes grammars with."""
+
+    compile_grammar: Callable[[str], Matcher]
+    """From llguidance's own form."""
+    spelling_of: Callable[[int], bytes]
+    """Bytes of a token."""
+    vocab_size: int
+
+
+def request_of(fields: Fields, makers: Makers) -> Request | ScoreRequest:
+    """The request that was sent. Raises what `makers.compile_grammar` raises."""
+    common = {
+        "cache_salt": fields.cache_salt,
+        "page_keys": fields.page_keys,
+        "generated_kv": fields.generated_kv,
+        "exact_tail": fields.exact_tail,
+    }
+    tokens = np.frombuffer(fields.tokens, np.int32)
+    if isinstance(fields, ScoreFields):
+        return ScoreRequest(
+            tokens,  # type: ignore[arg-type]
+            start=fields.start,
+            top_logprobs=fields.top_logprobs,
+            **common,
+        )
+    return Request(
+        tokens,  # type: ignore[arg-type]
+        fields.params,
+        rng_stream=fields.rng_stream,
+        grammar=None if fields.grammar is None else _matcher_of(fields.grammar, makers),
+        **common,
+    )
+
+
+def _grammar_of(matcher: Matcher | None) -> Grammar | None:
+    if matcher is None:
+        return None
+    found = Grammar()
+    if isinstance(matcher, TokenFilter):
+        found.is_filter, found.allowed_token_ids = True, matcher.allowed_token_ids
+        found.bad_words, matcher = matcher.bad_words, matcher.grammar
+    if isinstance(matcher, ReasoningGrammar):
+        found.reasoning = ReasoningFields(
+            matcher.end_tag, matcher.begin_token, matcher.end_token_ids
+        )
+        matcher = matcher.grammar
+    if isinstance(matcher, GrammarMatcher):
+        found.grammar = matcher.grammar
+    elif matcher is not None:
+        raise TypeError(f"a grammar of the type {type(matcher).__name__} cannot be sent")
+    return found
+
+
+def _matcher_of(fields: Grammar, makers: Makers) -> Matcher | None:
+    matcher = None if fields.grammar is None else makers.compile_grammar(fields.grammar)
+    if fields.reasoning is not None:
+        assert matcher is not None
+        matcher = ReasoningGrammar(
+            matcher,
+            makers.vocab_size,
+            end_tag=fields.reasoning.end_tag,
+            spelling_of=makers.spelling_of,
+            begin_token=fields.reasoning.begin_token,
+            end_token_ids=fields.reasoning.end_token_ids,
+        )
+    if not fields.is_filter:
+        return matcher
+    return TokenFilter(
+        makers.vocab_size,
+        allowed_token_ids=fields.allowed_token_ids,
+        bad_words=fields.bad_words,
+        grammar=matcher,
+    )
+
+
+# From process 0 -----------------------------------------------------------------------------
+
+
+class Welcome(msgspec.Struct, tag="welcome"):
+    """The answer to `Hello`."""
+
+    refused: str = ""
+    """Why the process cannot take part; "" if it can."""
+
+
+class Frame(msgspec.Struct, tag="frame", omit_defaults=True):
+    """What every process applies to its engine before the same step: the aborts, then the
+    requests."""
+
+    step: int
+    """Steps before this one."""
+    pages_in_use: int
+    """Pages that requests held before this frame, in every engine."""
+    aborts: list[tuple[int, int | None]] = []
+    """(the engine's id of a request, sample or None for all)"""
+    requests: list[Fields] = []
+    goes_on: bool = False
+    """More requests for the same step are in the next frame."""
+
+
+class Last(msgspec.Struct, tag="last"):
+    """Process 0 ends."""
+
+    error: str = ""
+    """Why; "" for an end that was asked for."""
+
+
+def frames(
+    step: int,
+    pages_in_use: int,
+    aborts: list[tuple[int, int | None]],
+    requests: Sequence[Request | ScoreRequest],
+) -> Iterator[Frame]:
+    """The frames of one step: one, unless its requests are very long."""
+    frame, size = Frame(step, pages_in_use, aborts, []), 0
+    for fields in map(fields_of, requests):
+        if size and size + fields.num_bytes > SPLIT_BYTES:
+            frame.goes_on = True
+            yield frame
+            frame, size = Frame(step, pages_in_use, [], []), 0
+        frame.requests.append(fields)
+        size += fields.num_bytes
+    yield frame
+
+
+# From a follower ----------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct):
+    """The first message of a connection."""
+
+    secret: bytes
+    process: int
+    facts: dict[str, str]
+    """What has to be equal in all processes, by name."""
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    """All programs are compiled."""
+
+
+class Done(msgspec.Struct, tag="done"):
+    """A step has been taken."""
+
+    step: int
+
+
+class Failed(msgspec.Struct, tag="failed"):
+    """The process ends."""
+
+    error: str
+
+
+FROM_PROCESS_0 = msgspec.msgpack.Decoder(Welcome | Frame | Last)
+FROM_FOLLOWER = msgspec.msgpack.Decoder(Ready | Done | Failed)
+HELLO = msgspec.msgpack.Decoder(Hello)

@@ -1,0 +1,316 @@
+"""Bodies of requests, as types: what is not one of these fields, or not of its type, is refused.
+
+A null is as if the field were not there. Fields that this server cannot honour are listed too, so
+that they are refused by name and not as unknown ones; see `params`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from ..text.chat_messages import MessageError, normalize_message
+from .errors import invalid
+from .options import MAX_PROMPTS
+
+MAX_MESSAGES = 4096
+
+
+def is_whole(value: float) -> bool:
+    """Return whether a number is an integer, as in JSON Schema, whatever its form in JSON. From
+    2**53 on a float may be another number than the one that was written."""
+    return isinstance(value, int) or (value.is_integer() and abs(value) < 2**53)
+
+
+class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A body that names a model."""
+
+    model: str | None = None
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class JSONSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+
+class StructuredOutputsField(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of `StructuredOutputs`."""
+
+    json: str | dict[str, Any] | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+class Sampling(Body, kw_only=True):
+    """Fields of completions and chats. Ranges are those of `SamplingParams`."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    add_special_tokens: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: int | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsField | None = None
+
+    # Accepted without effect.
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    metadata: dict[str, str] | None = None
+
+    # Refused unless they ask for nothing.
+    audio: Any = None
+    best_of: Any = None
+    early_stopping: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    kv_transfer_params: Any = None
+    length_penalty: Any = None
+    logits_processors: Any = None
+    modalities: Any = None
+    moderation: Any = None
+    prediction: Any = None
+    prompt_embeds: Any = None
+    repetition_detection: Any = None
+    service_tier: Any = None
+    spaces_between_special_tokens: Any = None
+    store: Any = None
+    stream_interval: Any = None
+    use_beam_search: Any = None
+    verbosity: Any = None
+    vllm_xargs: Any = None
+    watermarking: Any = None
+    web_search_options: Any = None
+
+
+def _integers(ids: Any) -> Any:
+    """Token ids of which some are written like 16.0; what holds anything else stays as it is."""
+    kinds = set(map(type, ids)) if isinstance(ids, list) else set()
+    if float not in kinds or not kinds <= {int, float}:
+        return ids
+    return [int(one) for one in ids] if all(is_whole(one) for one in ids) else ids
+
+
+class CompletionBody(Sampling, kw_only=True):
+    prompt: str | list[Any]
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: Any = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, texts or token ids. Raises `APIError`."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        prompt = [_integers(one) for one in prompt] if list in map(type, prompt) else prompt
+        prompt = _integers(prompt)
+        kinds = set(map(type, prompt))
+        if kinds == {int}:
+            return [prompt]
+        if len(prompt) > MAX_PROMPTS:
+            raise invalid("prompt", f"{len(prompt)} prompts are above the limit of {MAX_PROMPTS}")
+        if kinds == {str}:
+            return prompt
+        if kinds == {list} and all(set(map(type, ids)) == {int} for ids in prompt):
+            return prompt
+        raise invalid(
+            "prompt",
+            "`prompt` must be a text, a list of texts, a list of token ids, or a list of such "
+            "lists, none of them empty",
+        )
+
+
+ToolName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,64}(?!\n)$")]
+"""Name of a function or a namespace."""
+
+
+class Function(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    name: str
+
+
+class NamedToolChoice(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="function"
+):
+    function: FunctionName
+
+
+class AllowedTools(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    mode: Literal["auto", "required"]
+    tools: list[NamedToolChoice]
+
+
+class AllowedToolsChoice(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="allowed_tools"
+):
+    """Some of the tools: the prompt has all of them, so that its prefix stays cached."""
+
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice
+
+
+class FunctionCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A call in a message of the assistant's."""
+
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+class ContentPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A part of a message. Fields of other types are known so that these are refused by type."""
+
+    type: str
+    text: str | None = None
+    annotations: Any = None
+    logprobs: Any = None
+    image_url: Any = None
+    input_audio: Any = None
+    file: Any = None
+    detail: Any = None
+    file_id: Any = None
+    file_data: Any = None
+    file_url: Any = None
+    filename: Any = None
+    refusal: Any = None
+    audio_url: Any = None
+    video_url: Any = None
+
+
+class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    refusal: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    annotations: Any = None
+    audio: Any = None
+    function_call: Any = None
+
+    def rendered(self, number: int) -> dict[str, Any]:
+        """The message as chat templates take it. Raises `APIError`."""
+        try:
+            return normalize_message(msgspec.to_builtins(self), number)
+        except MessageError as error:
+            code = "unsupported_parameter" if error.unsupported else "invalid_value"
+            raise invalid(f"messages[{number}].{error.field}", str(error), code) from None
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class ChatBody(Sampling, kw_only=True):
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
+    include_reasoning: bool | None = None
+
+    chat_template: Any = None
+    documents: Any = None
+    echo: Any = None
+    function_call: Any = None
+    functions: Any = None
+    thinking: Any = None
+    thinking_token_budget: Any = None
+
+
+class TokenizeBody(Body, kw_only=True):
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+    tools: list[Tool] | None = None
+
+
+class DetokenizeBody(Body, kw_only=True):
+    tokens: list[int]
+
+
+class Pair(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    context: str
+    continuation: str
+
+
+class ScoreBody(Body, kw_only=True):
+    pairs: list[Pair]
+    top_logprobs: int | None = None
+    user: str | None = None

@@ -1,0 +1,140 @@
+"""What a server counts of its requests, in vLLM's buckets: on the thread of the connections, in
+plain integers."""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ...infer.engine.requests import RequestOutput
+from .generation import EngineRequest, Generation
+from .histogram import Histogram, RecentMaximum, token_buckets
+
+# Buckets of vLLM 0.33, `v1/metrics/loggers.py`, in seconds or tokens.
+TTFT_BUCKETS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+TPOT_BUCKETS = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+    40.0, 80.0,
+)  # fmt: skip
+LATENCY_BUCKETS = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+    480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+N_BUCKETS = (1, 2, 5, 10, 20)
+LAG_SECONDS = 60
+"""Prometheus scrapes at least once a minute by default."""
+
+
+class Metrics:
+    """Counters and histograms of a server."""
+
+    def __init__(self):
+        self.finished: collections.Counter[str] = collections.Counter()
+        """How sequences ended, in vLLM's words: stop (with calls of tools too), length, abort or
+        error."""
+        self.disconnects: collections.Counter[str] = collections.Counter()
+        self.http: collections.Counter[tuple[str, int]] = collections.Counter()
+        """(route, status) -> answers."""
+        self.wasted_tokens = self.slow_clients = 0
+        """Tokens behind the end of an answer or after an abort; streams aborted unread."""
+        self.generation_tokens = 0
+        """Tokens of answers, as `usage` counts them."""
+        self.loop_lag = RecentMaximum(LAG_SECONDS)
+        """Delays of the connections' thread in seconds."""
+        self.num_connections: Callable[[], int] = lambda: 0
+        self.ttft, self.itl = Histogram(TTFT_BUCKETS), Histogram(TPOT_BUCKETS)
+        self.tpot, self.e2e = Histogram(TPOT_BUCKETS), Histogram(LATENCY_BUCKETS)
+        self.phases = {
+            name: Histogram(LATENCY_BUCKETS) for name in ("queue", "inference", "prefill", "decode")
+        }
+        self.prompt_lengths = self.computed_lengths = self.max_tokens = Histogram(())
+        self.answer_lengths = self.longest_answers = Histogram(())
+        self.samples = Histogram(N_BUCKETS)
+        self.tokenize = Histogram(TTFT_BUCKETS)
+
+    def set_longest(self, max_model_len: int) -> None:
+        """Now that the model is known."""
+        buckets = token_buckets(max_model_len)
+        self.prompt_lengths, self.computed_lengths, self.max_tokens = (
+            Histogram(buckets) for _ in range(3)
+        )
+        self.answer_lengths, self.longest_answers = Histogram(buckets), Histogram(buckets)
+
+    # Events ---------------------------------------------------------------------------
+
+    def observe_event(self, generation: Generation, part: EngineRequest, event: Any) -> None:
+        """An event of a request, before it is added to it."""
+        if not isinstance(event, RequestOutput):
+            return
+        now = time.monotonic()
+        if not generation.first_token and part.is_first(event):
+            self.ttft.observe(now - generation.arrival)
+        if not part.choices:
+            return
+        tokens, choice = _num_tokens(event), part.choices[event.sample]
+        if choice.last_token and tokens:
+            self.itl.observe((now - choice.last_token) / tokens, tokens)
+        choice.last_token = now
+
+    def count_tokens(self, generation: Generation, part: EngineRequest, event: Any) -> None:
+        """The tokens of an event that has been added to its sample: those that are in the answer,
+        and those behind its end or after an abort."""
+        if not isinstance(event, RequestOutput) or not part.choices:
+            return
+        choice = part.choices[event.sample]
+        taken, choice.num_counted = choice.num_tokens - choice.num_counted, choice.num_tokens
+        self.generation_tokens += taken
+        tokens, is_aborted = _num_tokens(event), generation.abort_reason is not None
+        self.wasted_tokens += tokens if is_aborted else tokens - taken
+
+    def observe_end(self, generation: Generation) -> None:
+        """Nothing of a request is held any more, however it ended."""
+        failed = generation.error is not None and generation.error.status == 500
+        other = "error" if failed else "abort"
+        for choice in generation.choices:
+            reason = choice.finish_reason or other
+            self.finished["stop" if reason == "tool_calls" else reason] += 1
+            self.answer_lengths.observe(choice.num_tokens)
+        self._observe_times(generation)
+
+    def _observe_times(self, generation: Generation) -> None:
+        now = time.monotonic()
+        self.e2e.observe(now - generation.arrival)
+        for part in generation.parts:
+            self.prompt_lengths.observe(len(part.prompt.token_ids))
+            if part.is_prefilled:
+                computed = len(part.prompt.token_ids) - part.num_cached_tokens
+                self.computed_lengths.observe(computed)
+            if part.choices:
+                self.samples.observe(len(part.choices))
+                self.longest_answers.observe(max(choice.num_tokens for choice in part.choices))
+                self.max_tokens.observe(part.request.params.max_tokens)  # type: ignore[union-attr]
+        started = generation.started or now
+        self.phases["queue"].observe(started - generation.arrival)
+        if generation.started:
+            first, last = generation.first_token, generation.last_token
+            self.phases["inference"].observe(last - started)
+            self.phases["prefill"].observe(first - started)
+            self.phases["decode"].observe(last - first)
+            longest = max((choice.num_tokens for choice in generation.choices), default=0)
+            if longest > 1:
+                self.tpot.observe((last - first) / (longest - 1))
+
+
+def _num_tokens(event: RequestOutput) -> int:
+    return len(event.token_ids) + (event.stop_token is not None)
+
+
+STATES = ("queued", "prefilling", "decoding")
+
+
+def state_of(generation: Generation) -> str:
+    """What a request is at."""
+    if not generation.submitted:
+        return "queued"
+    return "decoding" if generation.first_token else "prefilling"

@@ -1,0 +1,221 @@
+"""Teacher and student on held-out rows, and the rule of early stopping."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from ...checkpoints.far_loss import Step, with_far_loss
+from ...model.attention import Attention
+from ...model.batch import Batch
+from ...model.config import Config
+from ...model.model import AuxiliaryFiles
+from ...model.params import Llama
+from ...model.sharding import batch_sharding
+from ..data.loader import DatasetMixture, first_batches
+from ..data.loader import batches as shuffled_batches
+from ..loss.distill import Sums
+from ..loss.far_tokens import (
+    MAX_FAR_LOSS,
+    MIN_FAR_TOKENS,
+    describe_count,
+    loses_too_much,
+    only_far,
+)
+from ..recipe import Recipe
+from .batch_sharder import BatchSharder
+from .metrics import EVAL_FAR_NATS, EVAL_FAR_TOKENS, EVAL_LOSS, METRICS, read_metrics
+from .progress import track
+from .setup import own_tail
+
+logger = logging.getLogger(__name__)
+
+
+class HeldOut(NamedTuple):
+    """Held-out rows on a mesh, fields B T."""
+
+    batches: list[Batch]
+    far_batches: list[Batch]
+    """The same rows with a `loss_mask` that keeps only the far-dependent predictions."""
+
+
+def load_held_out(
+    recipe: Recipe,
+    config: Config,
+    llama: Llama,
+    data: DatasetMixture,
+    mesh: Mesh,
+    chosen: range | None = None,
+) -> HeldOut:
+    """The first rows of `data`, as many as the recipe evaluates, or those `chosen` of the shuffled
+    ones. The teacher runs on them twice to find the far-dependent predictions. Logs a warning if
+    the exact tail covers the prompts."""
+    if config.exact_tail >= recipe.max_length // 2:
+        logger.warning(
+            "`exact_tail`=%d: a measured prompt, half of `max_length`=%d, keeps all of its own "
+            "keys and values, so nothing can be lost",
+            config.exact_tail,
+            recipe.max_length,
+        )
+    batches = list(_batches(recipe, config, data, mesh, chosen))
+    # The same rows with all predictions: far tokens are found by halves of a row, whatever the
+    # roles of its tokens are.
+    boundary = dataclasses.replace(config, generated_kv="boundary", exact_tail=0)
+    whole = batches if boundary == config else _batches(recipe, boundary, data, mesh, chosen)
+    attention = Attention(mesh, recipe.attention, recipe.shard_sequence)
+    far = []
+    for batch in track(whole, "finding far tokens", len(batches)):
+        far.append(only_far(config, attention, llama, batch))
+        jax.block_until_ready(far[-1])
+    return HeldOut(batches, far)
+
+
+def _batches(
+    recipe: Recipe,
+    config: Config,
+    data: DatasetMixture,
+    mesh: Mesh,
+    chosen: range | None,
+) -> Iterator[Batch]:
+    sharder = BatchSharder(batch_sharding(mesh), (recipe.micro_batch_size,))
+    count, positions, tail = sharder.num_rows, sharder.positions, own_tail(config)
+    if chosen is None:
+        limit = recipe.eval_batches * recipe.gradient_accumulation_steps
+        found = first_batches(data, count, positions=positions, limit=limit, own_tail=tail)
+    else:
+        found = shuffled_batches(
+            data,
+            count,
+            positions=positions,
+            seed=recipe.seed,
+            rows=chosen,
+            own_tail=tail,
+        )
+    for local in found:
+        yield sharder.shard(local.batch)
+
+
+def evaluate(
+    step: Callable[[Batch], Sums], rows: HeldOut, hidden_weight: float
+) -> dict[str, float]:
+    """Perplexities, agreement, KL, distillation loss and hidden loss per token, the number of far
+    tokens and, if there are any, the nats lost on them, under names that begin with `eval_`.
+
+    They are means over the predictions of targets (`hidden_loss`: over tokens). The recipe's
+    `loss_average` and `loss_mask` affect only the training loss.
+    """
+    of_rows, of_far = compare_rows(step, rows)
+    means = {name: float(value) for name, value in of_rows.means().items()}
+    results = {
+        EVAL_LOSS: means["logits_loss"] + hidden_weight * means["hidden_loss"],
+        "eval_teacher_perplexity": math.exp(means.pop("teacher_loss")),
+        "eval_student_perplexity": math.exp(means.pop("student_loss")),
+        **{f"eval_{name}": value for name, value in means.items()},
+    }
+    tokens, lost = far_loss(of_far)
+    results[EVAL_FAR_TOKENS] = tokens
+    return results if lost is None else results | {EVAL_FAR_NATS: lost}
+
+
+def compare_rows(step: Callable[[Batch], Sums], rows: HeldOut) -> tuple[Sums, Sums]:
+    """Sums over all predictions in `rows`, and over the far-dependent ones."""
+    every, parts = [*rows.batches, *rows.far_batches], []
+    for batch in track(every, "evaluating", len(every)):
+        parts.append(step(batch))
+        jax.block_until_ready(parts[-1])  # what is counted is done
+    count = len(rows.batches)
+    of_rows, of_far = (
+        jax.tree.map(lambda *leaves: jnp.stack(leaves).sum(), *some)
+        for some in (parts[:count], parts[count:])
+    )
+    return of_rows, of_far
+
+
+def far_loss(far: Sums) -> tuple[int, float | None]:
+    """(far-dependent predictions, nats that the student loses on them against the teacher, on
+    average; None if there are none)"""
+    tokens = int(far.targets)
+    return tokens, float(far.student_nll - far.teacher_nll) / tokens if tokens else None
+
+
+def noted_far_loss(
+    files: AuxiliaryFiles, step: Step, tokens: int, lost: float | None
+) -> AuxiliaryFiles:
+    """The files of a student that is exported after `step`, with a note for those who serve it if
+    it loses too much. What is trained without being measured keeps the note that it had."""
+    if step == "training" and (lost is None or tokens < MIN_FAR_TOKENS):
+        return files
+    nats = lost if loses_too_much(tokens, lost) else None
+    return with_far_loss(files, step, tokens, nats, MAX_FAR_LOSS)
+
+
+def warn_of_far_loss(tokens: int, lost: float | None, what: str, remedy: str) -> None:
+    """Log a warning if `what` loses more than `MAX_FAR_LOSS` nats on `tokens` far tokens, which
+    are enough."""
+    if loses_too_much(tokens, lost):
+        logger.warning(
+            "%s loses %.3f nats on %s tokens that depend on the far prompt, more than %g: %s",
+            what,
+            lost,
+            f"{tokens:,}",
+            MAX_FAR_LOSS,
+            remedy,
+        )
+
+
+def log_far_loss(folder: Path, step: int) -> tuple[int, float | None]:
+    """Log what a run in `folder` lost on far tokens before its first step and after `step`, if it
+    was measured, with a warning if that is too much: (far tokens, nats), as `far_of`."""
+    rows = {row["step"]: row for row in read_metrics(folder / METRICS) if EVAL_FAR_TOKENS in row}
+    if step not in rows:
+        return 0, None
+    (tokens, after), before = far_of(rows[step]), rows.get(0, {}).get(EVAL_FAR_NATS)
+    if 0 < tokens < MIN_FAR_TOKENS:
+        logger.info(
+            "far tokens: %s (%d are needed); measure on more held-out rows (`eval_batches`) or on "
+            "longer ones",
+            describe_count(tokens),
+            MIN_FAR_TOKENS,
+        )
+    elif before is not None and after is not None:
+        logger.info(
+            "far tokens: %+.3f nats lost before training, %+.3f after, on %s",
+            before,
+            after,
+            describe_count(tokens),
+        )
+    warn_of_far_loss(
+        tokens,
+        after,
+        "the student",
+        "train it longer, keep more layers (`num_key_value_layers`), or make smaller groups "
+        "(`key_value_group_size`)",
+    )
+    return tokens, after
+
+
+def perplexity_loss(folder: Path, step: int) -> float | None:
+    """Share of the teacher's perplexity that a run in `folder` lost on held-out text after `step`;
+    None if it was not measured."""
+    for row in read_metrics(folder / METRICS):
+        if row["step"] == step and EVAL_LOSS in row:
+            return row["eval_student_perplexity"] / row["eval_teacher_perplexity"] - 1
+    return None
+
+
+def far_of(row: Mapping[str, Any]) -> tuple[int, float | None]:
+    """(far tokens, nats lost on them; None if there are none) of an evaluation's row."""
+    return row[EVAL_FAR_TOKENS], row.get(EVAL_FAR_NATS)
+
+
+def evaluations_since_best(losses: Sequence[float]) -> int:
+    """Number of evaluations after the one with the lowest held-out loss; 0 if there is none."""
+    return len(losses) - 1 - losses.index(min(losses)) if losses else 0

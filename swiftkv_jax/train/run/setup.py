@@ -1,0 +1,314 @@
+"""Before the first step of a run: the model at its cut, the data, and the record of both."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from ...calibration import check_groups
+from ...checkpoints import load, open_any
+from ...checkpoints.auxiliary import load_tokenizer, read_json
+from ...checkpoints.digest import digest_all
+from ...checkpoints.training_run import RECIPE, config_differences
+from ...errors import CheckpointError, ConfigError, OutOfMemoryError, UsageError
+from ...model.config import Config
+from ...model.cut import choose_cut, choose_generated_kv, has_same_delta
+from ...model.model import Model
+from ...model.params import llama_shapes, swiftkv_shapes
+from ...model.quantization import refuse_quantized
+from ...plan.hardware import GIB
+from ...process.files import write_json
+from ..data.loader import DatasetMixture
+from ..data.prepare import prepare
+from ..data.sources import STDLIB, parse_source
+from ..recipe import STEERING, STEERING_LATER, Recipe
+
+logger = logging.getLogger(__name__)
+
+DATA = "data"
+"""Folder of the prepared data, in the output folder."""
+
+
+def cut_model(recipe: Recipe, found: Config) -> Config:
+    """The architecture at the cut of the recipe, see `cut`.
+
+    Raises `UsageError` for settings that do not fit the model.
+    """
+    config = choose_cut(
+        found,
+        recipe.num_key_value_layers,
+        recipe.key_value_group_size,
+        prompt_attention_layers=recipe.prompt_attention_layers,
+        prompt_mlp_neurons=recipe.prompt_mlp_neurons,
+        boundary_taps=recipe.boundary_taps,
+    )
+    config = choose_generated_kv(config, recipe.generated_kv, recipe.exact_tail, recipe.exact_head)
+    if recipe.init == "closed-form" and not has_same_delta(found, config):
+        check_closed_form(config)
+    if recipe.max_length > (positions := config.max_position_embeddings):
+        default = ", the default" if recipe.max_length == Recipe.max_length else ""
+        raise UsageError(
+            f"`max_length`={recipe.max_length}{default}: this model has {positions} positions"
+        )
+    if not -config.num_layers - 1 <= recipe.hidden_loss_layer <= config.num_layers:
+        limits = f"from {-config.num_layers - 1} to {config.num_layers}"
+        raise UsageError(f"`hidden_loss_layer`={recipe.hidden_loss_layer}: must be {limits}")
+    compared = recipe.objective.layer_index(config.num_layers)
+    if (
+        compared <= config.num_key_value_layers
+        and recipe.hidden_loss_weight
+        and recipe.hidden_loss_layer != Recipe.hidden_loss_layer
+    ):
+        raise UsageError(
+            f"`hidden_loss_layer`={recipe.hidden_loss_layer}: teacher and student have the same "
+            f"state there; name one above {config.num_key_value_layers}"
+        )
+    if recipe.kl_top_k is not None and recipe.kl_top_k > config.vocab_size:
+        raise UsageError(f"`kl_top_k`={recipe.kl_top_k}: this model has {config.vocab_size} tokens")
+    if config.num_upper_layers == 0:
+        raise UsageError(
+            f"`num_key_value_layers`={config.num_layers}: this model has {config.num_layers} "
+            f"layers, so nothing is left to distil"
+        )
+    return config
+
+
+def check_closed_form(config: Config) -> None:
+    """Raise `UsageError` if there is no closed form for the delta."""
+    try:
+        check_groups(config)
+    except ConfigError as error:
+        raise UsageError(str(error)) from None
+
+
+def load_model(recipe: Recipe, config: Config, mesh: Mesh) -> Model:
+    """The frozen weights split at the cut, and the checkpoint's delta if it has this cut.
+
+    Raises `OutOfMemoryError` if the host's memory does not suffice, `UsageError` for a quantised
+    model.
+    """
+    with _host_memory_for(recipe, config):
+        model = load(recipe.model, dtype=recipe.dtype, mesh=mesh, config=config)
+    refuse_quantized(model.llama, f"{recipe.model}: training")
+    return model
+
+
+@contextlib.contextmanager
+def _host_memory_for(recipe: Recipe, config: Config) -> Iterator[None]:
+    """Turn a `MemoryError` into `OutOfMemoryError`, which says what was needed."""
+    try:
+        yield
+    except MemoryError:
+        dtype = jnp.dtype(recipe.dtype or jnp.bfloat16)
+        size = dtype.itemsize * sum(
+            math.prod(leaf.shape) for leaf in jax.tree.leaves(llama_shapes(config))
+        )
+        raise OutOfMemoryError(
+            f"{recipe.model}: not enough host memory for its {size / GIB:.1f} GiB of weights in "
+            f"{dtype}"
+        ) from None
+
+
+def open_tokenizer(recipe: Recipe) -> Any:
+    """The model's tokenizer, without its weights. Raises `UsageError` if it has none."""
+    tokenizer = load_tokenizer(Path(recipe.model), open_any(recipe.model).auxiliary_files)
+    if tokenizer is None:
+        raise UsageError(f"`model`={recipe.model}: it has no tokenizer, so text cannot be read")
+    return tokenizer
+
+
+def load_data(recipe: Recipe, tokenizer: Any) -> tuple[DatasetMixture, DatasetMixture | None]:
+    """Training data, and held-out data if there is any; prepared once, then kept in the output
+    folder. Raises `DataError` and `UsageError`."""
+    held_out = None
+    if recipe.eval_data is not None:  # before the training data, which takes longer
+        held_out = _mixture((recipe.eval_data,), recipe, tokenizer, held_out=True)
+    training = _mixture(recipe.data, recipe, tokenizer, held_out=False)
+    if held_out is not None and held_out.datasets[0].manifest.fingerprint in {
+        dataset.manifest.fingerprint for dataset in training.datasets
+    }:
+        logger.warning(
+            "`eval_data`=%s is training data too: its numbers say nothing about other text",
+            recipe.eval_data,
+        )
+    return training, held_out
+
+
+def _mixture(
+    texts: tuple[str, ...], recipe: Recipe, tokenizer: Any, *, held_out: bool
+) -> DatasetMixture:
+    sources = [parse_source(text) for text in texts]
+    datasets = [
+        prepare(
+            source,
+            tokenizer,
+            recipe.max_length,
+            recipe.output_dir / DATA,
+            held_out=held_out and source.path == STDLIB,
+            max_unreadable_share=recipe.max_unreadable_share,
+        )
+        for source in sources
+    ]
+    return DatasetMixture(tuple(datasets), tuple(source.weight for source in sources))
+
+
+def fingerprint(
+    recipe: Recipe, model: Model, initial_delta_digest: str, data: DatasetMixture, steps: int
+) -> dict[str, Any]:
+    """What must be the same for a checkpoint to be continued: weights, data, and the settings that
+    steer the updates. `initial_delta_digest` is the digest of the delta before the first step.
+
+    Settings that earlier checkpoints do not have are included only if they differ from the values
+    that those were trained with.
+    """
+    later = {
+        name: getattr(recipe, name)
+        for name, earlier in STEERING_LATER.items()
+        if getattr(recipe, name) != earlier
+    }
+    return (
+        {name: getattr(recipe, name) for name in STEERING}
+        | {
+            "steps": steps,
+            "dtype": str(model.dtype),
+            "num_key_value_layers": model.config.num_key_value_layers,
+            "key_value_group_size": model.config.key_value_group_size,
+            **boundary_settings(model.config),
+            **own_settings(model.config),
+            "base_model": digest_all(jax.tree.leaves(model.llama)),
+            "first_delta": initial_delta_digest,
+            "data": data.fingerprint,
+        }
+        | later
+    )
+
+
+def check_trainable(config: Config) -> None:
+    """Raise `UsageError` for a student whose layers attend to two caches: training it lost more on
+    tokens that depend on the far prompt than scaling it after training (docs/generated-kv.md)."""
+    if config.has_two_caches:
+        raise UsageError(
+            f"`generated_kv`=own with `key_value_group_size`={config.key_value_group_size}: train "
+            f"with `generated_kv`=boundary, then run train calibrate --keep-delta --generated-kv "
+            f"own on the trained model"
+        )
+
+
+def boundary_settings(config: Config) -> dict[str, Any]:
+    """The part of a fingerprint about prompt attention layers and taps; empty if there are none, as
+    in earlier checkpoints."""
+    names = "prompt_attention_layers", "prompt_mlp_neurons", "boundary_taps"
+    return {name: value for name in names if (value := getattr(config, name))}
+
+
+def own_settings(config: Config) -> dict[str, Any]:
+    """The part of a fingerprint about tokens that keep their own upper keys and values; empty if
+    there are none, as in earlier checkpoints."""
+    head = {"exact_head": config.exact_head} if config.exact_head else {}
+    if config.generated_kv == "boundary":
+        return head
+    return {"generated_kv": config.generated_kv, "exact_tail": config.exact_tail} | head
+
+
+def own_tail(config: Config) -> int | None:
+    """The `own_tail` of the data's rows."""
+    return None if config.generated_kv == "boundary" else config.exact_tail
+
+
+def describe_run(recipe: Recipe, model: Model, mesh: Mesh) -> str:
+    """Two lines: the model and its cut, and the devices."""
+    config = model.config
+    frozen, trained = (
+        sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+        for tree in (model.llama, swiftkv_shapes(config))
+    )
+    device = mesh.devices.flat[0]
+    emulated = (
+        " (emulated: for trying out, not for speed)"
+        if device.platform == "cpu" and mesh.size > 1
+        else ""
+    )
+    axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    groups = own = ""
+    if config.key_value_group_size > 1:
+        groups = f", of the others {config.key_value_group_size} share a cache"
+    if alone := config.prompt_attention_layers:
+        groups += f"; prompts run the attention of the next {alone}"
+    if neurons := config.prompt_mlp_neurons:
+        groups += f" and {neurons:,} neurons of each"
+    groups += "; with a tap" * config.boundary_taps
+    if config.generated_kv == "own":
+        tail = f" and the last {config.exact_tail} of a prompt" if config.exact_tail else ""
+        own = f"; generated tokens{tail} keep those of every layer"
+    own += "; so does the first token" * config.exact_head
+    processes = "" if jax.process_count() == 1 else f" in {jax.process_count()} processes"
+    return (
+        f"{recipe.model}: {frozen:,} frozen and {trained:,} trained parameters; "
+        f"{config.num_key_value_layers} of {config.num_layers} "
+        f"layers have keys and values of their own{groups}{own}\n"
+        f"{model.dtype} on {mesh.size} x {device.device_kind}{processes}, {axes}{emulated}"
+    )
+
+
+def check_recorded(recipe: Recipe, config: Config) -> None:
+    """Compare a run that continues with what `write_settings` wrote. Raises `CheckpointError` for
+    another architecture, `UsageError` if losses on other held-out rows would be compared."""
+    path = recipe.output_dir / RECIPE
+    if not path.is_file():
+        return
+    recorded = read_json(path)
+    if different := config_differences(recorded.get("config", {}), config):
+        raise CheckpointError(
+            f"{recipe.model}: its architecture is not that of the run in {recipe.output_dir}: "
+            f"{'; '.join(different)}"
+        )
+    changed = [
+        name
+        for name in ("eval_data", "eval_batches")
+        if name in recorded and recorded[name] != getattr(recipe, name)
+    ]
+    if not changed:
+        return
+    if recipe.early_stopping_patience is not None or recipe.load_best_model_at_end:
+        raise UsageError(
+            f"`{changed[0]}`={getattr(recipe, changed[0])}: the run was measured with "
+            f"{recorded[changed[0]]}; `early_stopping_patience` and `load_best_model_at_end` "
+            f"compare losses on the same rows only"
+        )
+    logger.warning("`%s` has changed: losses before and from here are not comparable", changed[0])
+
+
+def write_settings(recipe: Recipe, config: Config, steps: int, mfu_of: str) -> None:
+    """Write the resolved recipe into the output folder, for people, `report` and `convert`."""
+    settings = dataclasses.asdict(recipe) | {
+        "output_dir": str(recipe.output_dir),
+        "model": str(Path(recipe.model).absolute()),
+        "mesh": str(recipe.mesh),
+        "max_steps": steps,
+        "config": dataclasses.asdict(config),
+        "mfu_of": mfu_of,
+        "jax": jax.__version__,
+    }
+    write_json(recipe.output_dir / RECIPE, settings, canonical=True)
+
+
+def source_dtype(model: Model) -> jnp.dtype:
+    """The dtype of the checkpoint's files, in which the trained model is exported. Raises
+    `CheckpointError`."""
+    hf = model.auxiliary_files.hf_config
+    name = hf.get("torch_dtype") or hf.get("dtype") or model.dtype
+    if name not in ("float32", "bfloat16", "float16", model.dtype):
+        raise CheckpointError(
+            f"config.json: torch_dtype={name!r} is not supported; supported: float32, bfloat16, "
+            f"float16"
+        )
+    return jnp.dtype(name)

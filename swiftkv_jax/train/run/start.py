@@ -1,0 +1,191 @@
+"""The delta that a run starts from, and the record of it in the output folder."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from ...calibration import SLOPE_TOKENS, LayerFit, calibrate, scale_delta_queries
+from ...checkpoints.auxiliary import read_json
+from ...checkpoints.digest import digest_all
+from ...checkpoints.source import Source
+from ...model.attention import Attention
+from ...model.batch import Batch
+from ...model.config import Config
+from ...model.initialization import init_swiftkv
+from ...model.model import Model
+from ...model.sharding import batch_sharding, swiftkv_shardings
+from ...process.distributed import is_main_process
+from ...process.files import write_json
+from ..data.loader import DatasetMixture, batches, rows_with_tokens
+from ..recipe import TOKENS_PER_DIMENSION, Recipe
+from .batch_sharder import BatchSharder
+from .progress import track
+
+logger = logging.getLogger(__name__)
+
+START = "start.json"
+"""The record of a run's initial delta, in its output folder."""
+FITTED_PER_MEASURED = 8
+"""Rows that are fitted to for each that is measured, where there is no held-out text."""
+
+
+class Start(NamedTuple):
+    """What a run starts from."""
+
+    model: Model
+    """Without a delta if the run continues, else with it."""
+    digest: str
+    """`digest_all` of the delta."""
+
+
+def start_of_run(
+    recipe: Recipe,
+    source: Source,
+    model: Model,
+    data: DatasetMixture,
+    mesh: Mesh,
+    *,
+    continues: bool,
+) -> Start:
+    """The model with its initial delta: that of `source`, the checkpoint, if it has one of this
+    cut, else as the recipe's `init` says. If the run continues, only the record is read."""
+    record = recipe.output_dir / START
+    if continues and record.is_file():
+        found = read_json(record)
+        if found["init"] != recipe.init:
+            logger.warning("`init`=%s: the run continues, from %s", recipe.init, found["init"])
+        return Start(_with_heads(model, found["shared_kv_heads"]), found["digest"])
+    if model.swiftkv is None:
+        if source.has_delta:
+            logger.warning("the model's delta is of another cut; a new one replaces it")
+        model, layers = initialize_delta(recipe, model, data, mesh)
+    else:
+        if source.config.generated_kv == "own" and model.config.generated_kv == "boundary":
+            logger.warning(
+                "`generated_kv`=boundary: the model was made for own, with keys or queries scaled "
+                "for it, and the run begins with them"
+            )
+        if recipe.init != Recipe.init:
+            logger.warning(
+                "`init`=%s: the model has a delta, which the run begins with", recipe.init
+            )
+        if recipe.calibration_tokens is not None:
+            logger.warning(
+                "`calibration_tokens`=%d: the model has a delta, which the run begins with",
+                recipe.calibration_tokens,
+            )
+        layers = ()
+    start = Start(model, digest_all(jax.tree.leaves(model.swiftkv)))
+    if is_main_process():
+        write_json(
+            record,
+            {
+                "init": recipe.init,
+                "shared_kv_heads": model.config.shared_kv_heads,
+                "digest": start.digest,
+                "layers": [dataclasses.asdict(layer) for layer in layers],
+            },
+        )
+    return start
+
+
+def _with_heads(model: Model, heads: list[list[int]] | None) -> Model:
+    config = dataclasses.replace(
+        model.config, shared_kv_heads=None if heads is None else tuple(map(tuple, heads))
+    )
+    return dataclasses.replace(model, config=config, swiftkv=None)
+
+
+def initialize_delta(
+    recipe: Recipe, model: Model, data: DatasetMixture, mesh: Mesh
+) -> tuple[Model, tuple[LayerFit, ...]]:
+    """The model with a fresh delta as `init` says, and how well it fits where that is closed-form.
+    The rows are those that training begins with."""
+    config = model.config
+    if recipe.init != "closed-form":
+        init = jax.jit(
+            init_swiftkv,
+            static_argnums=0,
+            static_argnames="start",
+            out_shardings=swiftkv_shardings(config, mesh),
+        )
+        return dataclasses.replace(model, swiftkv=init(config, model.llama, start=recipe.init)), ()
+    tokens = calibration_tokens(recipe, config)
+    found = _batches(recipe, data, mesh, tokens)
+    fit = calibrate(
+        config,
+        model.llama,
+        found,
+        attention=Attention(mesh, recipe.attention),
+        track=lambda layers: track(layers, "solving", config.num_upper_layers, "layer"),
+    )
+    short = f", all of the data ({tokens} asked for)" if fit.tokens < tokens else ""
+    logger.info("fitted to %d tokens%s", fit.tokens, short)
+    logger.info("%s", describe_fit(fit.layers))
+    return dataclasses.replace(model, config=fit.config, swiftkv=fit.delta), fit.layers
+
+
+def scale_queries(recipe: Recipe, model: Model, data: DatasetMixture, mesh: Mesh) -> Model:
+    """The model with its queries scaled for shared keys beside tokens' own keys
+    (`calibration.attenuation`), measured on the rows that training begins with."""
+    delta = model.swiftkv
+    assert delta is not None
+    batches = _batches(recipe, data, mesh, SLOPE_TOKENS)
+    attention = Attention(mesh, recipe.attention)
+    delta = scale_delta_queries(model.config, model.llama, delta, batches, attention=attention)
+    return dataclasses.replace(model, swiftkv=delta)
+
+
+def calibration_tokens(recipe: Recipe, config: Config) -> int:
+    """The recipe's, or `TOKENS_PER_DIMENSION` for each entry of the hidden state."""
+    return recipe.calibration_tokens or TOKENS_PER_DIMENSION * config.embed_dim
+
+
+def _batches(recipe: Recipe, data: DatasetMixture, mesh: Mesh, tokens: int) -> Iterator[Batch]:
+    """The first `tokens` tokens that training reads, or an epoch of them: the same ones whatever
+    the size of a batch."""
+    fitted = rows_with_tokens(data, recipe.seed, tokens)
+    sharder = BatchSharder(batch_sharding(mesh), (recipe.micro_batch_size,))
+    reading = batches(
+        data,
+        sharder.num_rows,
+        positions=sharder.positions,
+        seed=recipe.seed,
+        rows=range(fitted.rows),
+    )
+    total = math.ceil(fitted.rows / sharder.num_rows)
+    with contextlib.closing(reading):
+        for number, local in enumerate(track(reading, "calibrating", total)):
+            rows = number * sharder.num_rows + np.array(sharder.positions)[:, None]
+            at = np.arange(local.batch.tokens.shape[1])
+            left_out = (rows == fitted.rows - 1) & (at >= fitted.last)
+            segment_ids = np.where(left_out, 0, local.batch.segment_ids)
+            yield sharder.shard(dataclasses.replace(local.batch, segment_ids=segment_ids))
+
+
+def rows_left(recipe: Recipe, data: DatasetMixture, tokens: int) -> range | None:
+    """Rows to measure on that follow those of `tokens` tokens, at most one for each
+    `FITTED_PER_MEASURED` of them; None if the data ends with them."""
+    fitted = rows_with_tokens(data, recipe.seed, tokens).rows
+    wanted = min(math.ceil(fitted / FITTED_PER_MEASURED), data.num_distinct_rows - fitted)
+    return range(fitted, fitted + wanted) if wanted > 0 else None
+
+
+def describe_fit(layers: tuple[LayerFit, ...]) -> str:
+    """A table: what share of each upper layer's keys and values the input of layer K explains, and
+    what share of that its group keeps."""
+    lines = ["layer  R2 of K  R2 of V  K kept  V kept"]
+    lines += [
+        f"{fit.layer:>5}  {fit.r2_k:7.3f}  {fit.r2_v:7.3f}  {fit.kept_k:6.3f}  {fit.kept_v:6.3f}"
+        for fit in layers
+    ]
+    return "\n".join(lines)
