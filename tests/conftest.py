@@ -30,12 +30,12 @@ if "PYTEST_XDIST_WORKER" in os.environ and "JAX_COMPILATION_CACHE_DIR" in os.env
 # Not the modules that define pytree dataclasses: the hook would also check what a transformation
 # puts into their fields.
 FUNCTION_MODULES = [
-    "swiftkv_jax.model.model.layers",
-    "swiftkv_jax.model.model.attention",
+    "swiftkv_jax.model.layers",
+    "swiftkv_jax.model.attention",
     "swiftkv_jax.pallas_kernels",
     "swiftkv_jax.infer.runner.decode_programs",
     "swiftkv_jax.infer.runner.prefill_programs",
-    "swiftkv_jax.model.model.packed_attention",
+    "swiftkv_jax.model.packed_attention",
     "swiftkv_jax.infer.sampling.logprobs",
     "swiftkv_jax.infer.sampling.penalties",
     "swiftkv_jax.infer.sampling.sampler",

@@ -237,7 +237,7 @@ PAIR = """
 import sys
 import jax
 import numpy as np
-from swiftkv_jax import distributed as d
+from swiftkv_jax.process import distributed as d
 from swiftkv_jax.errors import DataError
 me = int(sys.argv[2])
 assert d.join_processes(sys.argv[1], 2, me) == 2

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import FUNCTION_MODULES
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "swiftkv_jax"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -115,6 +117,13 @@ def python(code: str, **environment: str) -> str:
     )
     assert run.returncode == 0, run.stderr
     return run.stdout
+
+
+def test_modules_whose_calls_are_type_checked_exist():
+    """A name of no module would turn the checks of `tests/conftest.py` off without a word."""
+    for name in FUNCTION_MODULES:
+        path = ROOT / name.replace(".", "/")
+        assert path.with_suffix(".py").exists() or path.is_dir(), name
 
 
 def test_the_parser_of_imports():

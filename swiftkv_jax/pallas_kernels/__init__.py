@@ -1,5 +1,5 @@
 """Attention, as two ops: `prefill_attention` and `decode_attention`. The model calls them through
-`swiftkv_jax.model.model.attention` and in no other way.
+`swiftkv_jax.model.attention` and in no other way.
 
 Reading order: `reference` (the formula), `checks` and `ops` (arguments, choice), then one
 implementation: `xla` runs everywhere, `hopper` and `tpu` are device kernels, `cudnn` is a library,

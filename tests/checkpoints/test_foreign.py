@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 import swiftkv_jax as skv
 from swiftkv_jax import CheckpointError, ConfigError
 from swiftkv_jax.checkpoints.hf_read import load_hf
+from swiftkv_jax.model.quantization import dequantize
 from tests import tiny
 from tests.checkpoints.fp8_files import fp8_tensors, hf_fields, write
 from tests.checkpoints.hf_models import TIED, UNTIED, edit
@@ -165,7 +166,7 @@ def test_negative_scales(tmp_path, quantization):
     two = skv.load(write(tmp_path / "negative", hf, negative), quantization=quantization)
     found = two.llama.lower.o
     if quantization is None:
-        found = skv.quantization.dequantize(found, np.float32)
+        found = dequantize(found, np.float32)
     np.testing.assert_array_equal(np.asarray(found), np.asarray(one.llama.lower.o))
 
 

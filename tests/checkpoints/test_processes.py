@@ -32,10 +32,10 @@ WORK = """
     import jax.experimental.multihost_utils
     index, here, out = int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
     from swiftkv_jax import save_hf
-    from swiftkv_jax.mesh import make_mesh
-    from swiftkv_jax.sharding import llama_shardings, swiftkv_shardings
-    from swiftkv_jax.train.checkpointing import RunCheckpoints
-    from swiftkv_jax.train.step import TrainState
+    from swiftkv_jax.model.mesh import make_mesh
+    from swiftkv_jax.model.sharding import llama_shardings, swiftkv_shardings
+    from swiftkv_jax.train.run.checkpointing import RunCheckpoints
+    from swiftkv_jax.train.run.step import TrainState
     spec = importlib.util.spec_from_file_location("test_processes", here)
     tests = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tests)

@@ -38,7 +38,7 @@ JOINS = """
 import argparse, sys
 from swiftkv_jax import cli
 def main():
-    from swiftkv_jax.distributed import join_processes
+    from swiftkv_jax.process.distributed import join_processes
     return join_processes(*([sys.argv[1], 2, 1] if sys.argv[1:] else [])) and 0
 parser = argparse.ArgumentParser()
 parser.add_argument("--num-processes")

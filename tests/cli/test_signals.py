@@ -97,7 +97,8 @@ def test_the_console_script_in_the_middle_of_imports():
 
 COMMAND = """
 import sys, time
-from swiftkv_jax import cli, interrupts
+from swiftkv_jax import cli
+from swiftkv_jax.process import interrupts
 interrupts.install()
 interrupts.GRACE_SECONDS = {grace}
 
@@ -167,7 +168,8 @@ def test_where_it_is_ignored_it_stays_ignored():
     program = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-from swiftkv_jax import cli, interrupts
+from swiftkv_jax import cli
+from swiftkv_jax.process import interrupts
 interrupts.install()
 def main():
     signal.raise_signal(signal.SIGINT)
@@ -197,7 +199,8 @@ def test_while_it_joins_other_processes(handled_by):
     one that comes just before that wait."""
     program = """
 import signal, sys, threading, time
-from swiftkv_jax import cli, interrupts
+from swiftkv_jax import cli
+from swiftkv_jax.process import interrupts
 interrupts.install()
 def interrupt():
     sys.stdin.read()
@@ -205,7 +208,7 @@ def interrupt():
     signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 threading.Thread(target=interrupt, daemon=True).start()
 def main():
-    from swiftkv_jax.distributed import join_processes
+    from swiftkv_jax.process.distributed import join_processes
     return join_processes("127.0.0.1:9", 2, 1, timeout=1000)
 cli.end(cli.run(main))
 """
