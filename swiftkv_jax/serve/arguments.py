@@ -20,7 +20,7 @@ from ..cli.model_options import add_model_arguments
 from ..infer.commands.chat_template import add_chat_template_argument
 from ..infer.commands.engine_options import add_engine_arguments, token_count
 from ..infer.commands.sampling_options import add_distribution_arguments
-from .options import FAIR_BY, REASONING_PARSERS, SCHEDULING_POLICIES
+from .options import REASONING_PARSERS, SCHEDULING_POLICIES
 from .text.tool_formats import FORMATS
 
 
@@ -126,21 +126,6 @@ def add_limits(parser: argparse._ActionsContainer) -> None:
         help="max_tokens of chats that name none (default: all that fit)",
     )
     add("--max-tokens-limit", type=token_count, metavar="N", help="largest max_tokens accepted")
-    _add_switch(
-        parser,
-        "clamp_max_tokens",
-        "shorten a max_tokens that does not fit or is above the limit, as vLLM does; else such "
-        "requests are refused",
-        "--clamp-max-tokens",
-    )
-    add(
-        "--stream-interval",
-        type=int,
-        metavar="N",
-        help="tokens of a stream's event at least, except for the first and the last (default: 1)",
-    )
-    add("--max-temperature", type=float, metavar="T", help="(default: 2)")
-    _add_switch(parser, "allow_ignore_eos", "refuse ignore_eos", "--no-ignore-eos", value=False)
     add(
         "--unknown-fields",
         choices=("refuse", "ignore"),
@@ -172,13 +157,6 @@ def add_admission(parser: argparse._ActionsContainer) -> None:
     )
     add("--max-queued-bytes", **number, help="bytes of bodies in memory (default: 256 MiB)")
     add("--max-reqs-per-key", **number, help="sequences of one key (default: no limit)")
-    add(
-        "--overload-status",
-        type=int,
-        choices=(429, 503),
-        help="status of a request beyond these limits (default: 429)",
-    )
-    add("--fair-by", choices=FAIR_BY, help="whose requests take turns (default: key)")
     add(
         "--scheduling-policy",
         choices=SCHEDULING_POLICIES,

@@ -18,7 +18,6 @@ MAX_LOGPROB_ENTRIES = 250_000
 """Log-probabilities that one request may ask for: an entry is some 2.4 KB in memory."""
 MAX_BODY_SIZE = 32 * 2**20
 """Bytes of a body, unless `max_body_size` says otherwise."""
-FAIR_BY = ("key", "user", "none")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 ReasoningParser = Literal["auto", "think", "none"]
 REASONING_PARSERS: tuple[ReasoningParser, ...] = ("auto", "think", "none")
@@ -158,9 +157,6 @@ class ServerOptions:
     """Bytes of the bodies of all requests that are not answered yet."""
     max_reqs_per_key: int | None = None
     """Sequences of one key that wait and run."""
-    overload_status: Literal[429, 503] = 429
-    fair_by: Literal["key", "user", "none"] = "key"
-    """Whose requests take turns while they wait: those of a key, or of a key and `user`."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     """Order of the requests of one key: that of their arrival, or of their `priority`, lower ones
     first, where 10 s of waiting count as much as a difference of 1."""
@@ -184,8 +180,6 @@ class ServerOptions:
     stall_timeout: float = 60.0
     """Time without an engine step, while there is work, after which /ready fails; after twice that
     the process ends."""
-    stream_interval: int = 1
-    """Tokens of a stream's event at least, but for its first and its last."""
     sse_keep_alive: float = 10.0
     """Silence of a stream after which a comment is sent, for proxies that cut silent ones."""
 
@@ -193,11 +187,6 @@ class ServerOptions:
     """`max_tokens` of a chat that names none, if there is room for so many; None is the room."""
     max_tokens_limit: int | None = None
     """Most `max_tokens`."""
-    clamp_max_tokens: bool = False
-    """Shorten a `max_tokens` that does not fit or is above the limit, as vLLM does. Else such
-    requests are refused."""
-    max_temperature: float = 2.0
-    allow_ignore_eos: bool = True
     page: bool = True
     """Answer / with a page to talk to the model."""
     log_requests: bool = False
@@ -214,10 +203,7 @@ class ServerOptions:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name == "max_temperature":
-                if not 0 <= value <= 100:
-                    raise UsageError(f"`max_temperature`={value} must be from 0 to 100")
-            elif isinstance(value, bool) or not isinstance(value, int | float):
+            if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
             elif field.name == "shutdown_delay" or field.name == "shutdown_timeout":
                 if not value >= 0:

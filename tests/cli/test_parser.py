@@ -48,7 +48,7 @@ UNKNOWN = [
 ]
 VALUES = [
     ("infer --dtype bfloat", "argument --dtype: .*: did you mean bfloat16\\?"),
-    ("serve --fair-by keys", "argument --fair-by: .*: did you mean key\\?"),
+    ("serve --unknown-fields refused", "argument --unknown-fields: .*: did you mean refuse\\?"),
     ("infer bench prefil", "argument mode: .*: did you mean prefill\\?"),
     ("convert hf2obax a b", "argument .*: did you mean hf2orbax\\?"),
     ("train --kl backward", "argument --kl: .*'jsd'\\)"),

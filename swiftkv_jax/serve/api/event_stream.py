@@ -47,11 +47,9 @@ async def answer_in_events(
     (choice,) = part.choices
     exchange.error_events = writer.fail
     silence = app.options.sse_keep_alive if body.stream else None
-    interval = 0
     async for _ in changes(exchange, generation, silence=silence):
-        if not choice.is_ready(interval):
+        if not choice.is_ready:
             continue
-        interval = app.options.stream_interval
         events = writer.add(generation, choice.take())
         if generation.is_done:
             events += writer.end(generation, choice)

@@ -292,11 +292,9 @@ async def _stream(
             last = {"metrics": request_metrics(generation)}
         for part in generation.parts:
             for choice in part.choices:
-                has_begun = choice.index in begun
-                interval = app.options.stream_interval if has_begun else 0
-                if choice.index in ended or not choice.is_ready(interval):
+                if choice.index in ended or not choice.is_ready:
                     continue
-                if not has_begun:
+                if choice.index not in begun:
                     begun.add(choice.index)
                     events += writer.first(part, choice, **fields)
                 if choice.finish_reason is not None:

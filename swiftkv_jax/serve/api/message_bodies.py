@@ -138,13 +138,9 @@ class MessagesBody(CountTokensBody, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     metadata: Metadata | None = None
+    """Accepted without effect."""
 
     container: Any = None
     inference_geo: Any = None
     mcp_servers: Any = None
     service_tier: Any = None
-
-    @property
-    def user(self) -> str | None:
-        """Whose request it is, with `--fair-by user`."""
-        return None if self.metadata is None else self.metadata.user_id

@@ -46,11 +46,7 @@ async def run[B: Body, A](
             reservation.release()
             raise
         generation.timeout = timeout
-        generation.queue_key = {
-            "key": exchange.key,
-            "user": f"{exchange.key}/{getattr(body, 'user', None) or ''}",
-            "none": "",
-        }[app.options.fair_by]
+        generation.queue_key = exchange.key
         exchange.on_gone = lambda: service.abort(generation, "client") or generation.changed.set()
         if generation.parts:
             service.submit(generation)

@@ -16,6 +16,8 @@ from ..text.prompts import Truncation
 
 MAX_STOP_CHARACTERS = 512
 """Characters of all stop strings."""
+MAX_TEMPERATURE = 2
+"""As at OpenAI."""
 COMPLETION_MAX_TOKENS = 16
 """`max_tokens` of a completion that names none, as at OpenAI."""
 
@@ -184,8 +186,6 @@ def sampling_params(
             tokens = min(COMPLETION_MAX_TOKENS, limit or COMPLETION_MAX_TOKENS, max(room, 1))
         if tokens == 0 and not body.echo:
             raise invalid("max_tokens", "`max_tokens`=0 needs `echo`")
-    if options.clamp_max_tokens and room > 0:
-        tokens = min(tokens, room, limit or room)
     if limit is not None and tokens > limit:
         raise invalid(
             names["max_tokens"],
@@ -217,10 +217,8 @@ def sampling_params(
             message = f"`logit_bias`: {entries} entries are above the limit of {MAX_BIASES}"
             raise invalid("logit_bias", message)
         given["logit_bias"] = {_token(key): bias for key, bias in body.logit_bias.items()}
-    if (body.temperature or 0) > options.max_temperature:
-        raise invalid("temperature", f"`temperature` must be from 0 to {options.max_temperature:g}")
-    if body.ignore_eos and not options.allow_ignore_eos:
-        raise unsupported("ignore_eos", "`ignore_eos` is switched off on this server")
+    if (body.temperature or 0) > MAX_TEMPERATURE:
+        raise invalid("temperature", f"`temperature` must be from 0 to {MAX_TEMPERATURE}")
     if (body.n or 1) > max_num_seqs:
         raise invalid("n", f"`n`={body.n} samples do not fit into {max_num_seqs} slots")
     if isinstance(body, ChatBody) and body.top_logprobs is not None:

@@ -155,8 +155,7 @@ class Admission:
     def _refusal(self, reason: str, code: str, message: str) -> APIError:
         self.rejected[reason] += 1
         headers = {"retry-after": str(self.retry_after())}
-        status = self._options.overload_status
-        return APIError(status, code, f"{message}; try again later", headers=headers)
+        return APIError(429, code, f"{message}; try again later", headers=headers)
 
 
 class Waiting(Protocol):

@@ -176,12 +176,10 @@ class Choice:
         delta, self._ready = self._ready, TextDelta()
         return delta
 
-    def is_ready(self, num_tokens: int) -> bool:
-        """Whether something has become certain, with at least so many tokens unless the sample has
-        ended."""
-        if self.finish_reason is not None:
-            return True
-        return bool(self._ready) and len(self._ready.token_ids) >= num_tokens
+    @property
+    def is_ready(self) -> bool:
+        """Whether something has become certain, or the sample has ended."""
+        return self.finish_reason is not None or bool(self._ready)
 
 
 @dataclasses.dataclass(eq=False)

@@ -27,10 +27,9 @@ SERVE = """--host --port --uds --root-path --ssl-certfile --ssl-keyfile --served
     --enable-scoring --enable-tokenizer-info --enable-auto-tool-choice
     --max-connections --max-body-size --max-queued-bytes --max-num-queued-reqs
     --max-num-queued-tokens
-    --max-reqs-per-key --overload-status --fair-by --scheduling-policy
-    --clamp-max-tokens --queue-timeout --request-timeout --stream-interval
+    --max-reqs-per-key --scheduling-policy --queue-timeout --request-timeout
     --write-timeout --shutdown-timeout --stall-timeout --keep-alive-timeout --shutdown-delay
-    --sse-keep-alive --default-max-tokens --max-tokens-limit --max-temperature --no-ignore-eos
+    --sse-keep-alive --default-max-tokens --max-tokens-limit
     --no-page --log-json --log-requests --max-log-len --enable-per-request-metrics
     --kv-events-config""".split()
 DISTRIBUTION = """--temperature --top-k --top-p --min-p --repetition-penalty --presence-penalty

@@ -84,26 +84,6 @@ def test_a_stream_is_the_whole_answer(client, n):
         assert ends == [choice.finish_reason for choice in whole.choices]
 
 
-def test_events_have_as_many_tokens_as_the_server_wants(start):
-    """But the first, which comes at once, and the last."""
-    running = start(stream_interval=6, engine={"steps": 1})
-    fields = {"prompt": "hello", "max_tokens": 25, "ignore_eos": True, "return_token_ids": True}
-    _, whole = running.post("/v1/completions", fields)
-    *events, done = running.events("/v1/completions", fields | {"n": 2})
-    assert done == "[DONE]"
-    chunks = [event["choices"][0] for event in events]
-    for index in range(2):
-        lengths = [len(one.get("token_ids", ())) for one in chunks if one["index"] == index]
-        first, *middle, last = [length for length in lengths if length]
-        assert first < 6 <= min(middle) and 0 < last and first + sum(middle) + last == 25
-    text = "".join(one["text"] for one in chunks if one["index"] == 0)
-    assert text == whole["choices"][0]["text"]
-    body = {"input": "hi", "max_output_tokens": 25, "stream": True}
-    _, _, content = running.request("POST", "/v1/responses", body)
-    assert 2 <= content.count(b"event: response.output_text.delta") <= 6
-    running.check_empty()
-
-
 def test_prompts_alone_are_repeated_for_each_sample(running):
     body = {"prompt": ["abc", "d"], "max_tokens": 0, "echo": True, "n": 2}
     _, answer = running.post("/v1/completions", body)

@@ -89,7 +89,6 @@ def test_a_checkpoint_is_served_until_a_signal(checkpoint, tokenizer, greedy, tm
         (["--queue-timeout", "0"], "--queue-timeout 0.0 must be above 0"),
         (["--keep-alive-timeout", "nan"], "--keep-alive-timeout nan must be above 0"),
         (["--shutdown-delay", "nan"], "--shutdown-delay nan must not be negative"),
-        (["--max-temperature", "101"], "--max-temperature 101.0 must be from 0 to 100"),
         (["--api-key-file", "nothing-here"], "nothing-here"),
         (["--temperature", "-1"], "--temperature -1.0"),
         (["one", "--model", "two"], "one and --model two: give one of them"),

@@ -177,21 +177,6 @@ def test_the_number_of_a_request_is_no_part_of_its_prompt(server):
     assert len(found) == 1
 
 
-def test_turns_by_user(start, monkeypatch):
-    running = start(fair_by="user")
-    keys, submit = [], running.app.service.submit
-    monkeypatch.setattr(
-        running.app.service,
-        "submit",
-        lambda generation: keys.append(generation.queue_key) or submit(generation),
-    )
-    for metadata in ({"user_id": "x"}, {"user_id": "y"}, None):
-        body = {"messages": HI, "max_tokens": 2, "metadata": metadata}
-        assert running.post(PATH, body)[0] == 200
-    assert keys == ["/x", "/y", "/"]
-    running.check_empty()
-
-
 CLEAR_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
 CLEAR_TOOL_USES = {
     "type": "clear_tool_uses_20250919",
