@@ -217,8 +217,10 @@ def mock_engine(
     max_skips: int = MAX_SKIPS,
     single_step_rows: int = 0,
     window: int | None = None,
+    exact_tail: int | None = None,
     **options,
 ) -> tuple[Engine, MockModelRunner]:
+    """With `exact_tail` the model keeps own keys and values."""
     tiles = tiles or chunk // page_size + 3
     shapes = Shapes(
         dp_size=dp_size,
@@ -236,7 +238,12 @@ def mock_engine(
         single_step_rows=single_step_rows,
     )
     runner = MockModelRunner(shapes, Limits(slots, chunk, tiles, context, scored), window)
-    config = dataclasses.replace(CONFIG, layer_kinds=(LayerKind(window=window),))
+    config = dataclasses.replace(
+        CONFIG,
+        layer_kinds=(LayerKind(window=window),),
+        generated_kv="boundary" if exact_tail is None else "own",
+        exact_tail=exact_tail or 0,
+    )
     settings = EngineOptions(
         max_model_len=max_model_len, max_num_seqs=dp_size * slots, scoring=True, **options
     )

@@ -57,9 +57,8 @@ def test_what_a_model_with_two_queries_serves_with():
     assert serve(windows) == [*(dataclasses.replace(x, windowed=True) for x in both[:2]), *both]
 
 
-@pytest.mark.parametrize("options", [{"generated_kv": "own"}, {"mixed_generated_kv": True}, {}])
+@pytest.mark.parametrize("options", [{"generated_kv": "own"}, {}])
 def test_the_engine_asks_for_them(options, monkeypatch):
-    """Where each request chooses, the model's own choice may be another one."""
     asked = []
 
     def ask(attention, configs, device, check):
@@ -72,7 +71,7 @@ def test_the_engine_asks_for_them(options, monkeypatch):
     )
     build.build_model_runner(grouped(), options)
     plain = [one for one in asked if not one.parts]
-    two_caches = options.mixed_generated_kv or options.generated_kv == "own"
+    two_caches = options.generated_kv == "own"
     assert asked == plain + [in_parts(one) for one in plain if two_caches]
 
 

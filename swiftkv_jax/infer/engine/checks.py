@@ -9,9 +9,8 @@ import numpy as np
 
 from ...errors import ContextLengthError, UsageError
 from ...model.config import Config
-from ...model.cut import choose_generated_kv
 from ..structured.token_filter import TokenFilter
-from .options import EngineOptions, check_generated_kv
+from .options import EngineOptions
 from .page_pool import PagePool
 from .requests import Request, ScoreRequest
 from .sampling_params import MAX_LOGPROBS, SamplingParams
@@ -25,8 +24,6 @@ def check_request(request: Request | ScoreRequest, config: Config, options: Engi
     """Raise `UsageError` (a `ValueError`) for a request that can never run on an engine with these
     options."""
     limit = options.max_model_len or config.max_position_embeddings
-    if isinstance(request, Request | ScoreRequest):
-        _check_generated_kv(request, options)
     if isinstance(request, ScoreRequest):
         _check_ids("tokens", request.tokens, config)
         if not options.scoring:
@@ -109,10 +106,7 @@ def check_fits(state: RequestState, pool: PagePool, shapes: Shapes) -> None:
 
 def own_start(request: Request | ScoreRequest, config: Config) -> int:
     """`RequestState.own_start` of a checked request, for the served `config`."""
-    length = len(request.prompt) if isinstance(request, Request) else request.start
-    if request.generated_kv is not None:
-        config = choose_generated_kv(config, request.generated_kv, request.exact_tail)
-    return config.own_start(length)
+    return config.own_start(len(request.prompt) if isinstance(request, Request) else request.start)
 
 
 def iterate[T](requests: Iterable[T]) -> Iterator[T]:
@@ -122,19 +116,6 @@ def iterate[T](requests: Iterable[T]) -> Iterator[T]:
             f"`requests` must be an iterable of requests, got {type(requests).__name__}"
         )
     return iter(requests)
-
-
-def _check_generated_kv(request: Request | ScoreRequest, options: EngineOptions) -> None:
-    kv, tail = request.generated_kv, request.exact_tail
-    check_generated_kv(kv, tail)
-    if options.mixed_generated_kv:
-        if tail and kv is None:
-            raise UsageError(f"`exact_tail`={tail} of a request needs its `generated_kv`=own")
-    elif (kv, tail) != (None, None):
-        raise UsageError(
-            "this engine serves all requests alike: make it with the option "
-            "`mixed_generated_kv`=True for `generated_kv` and `exact_tail` of a request"
-        )
 
 
 def _check_ids(what: str, tokens: Sequence[int], config: Config) -> None:

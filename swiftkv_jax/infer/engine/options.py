@@ -65,9 +65,6 @@ class EngineOptions:
     always have their own."""
     exact_tail: int | None = None
     """Tokens at a prompt's end that keep their own keys and values too; None is the model's."""
-    mixed_generated_kv: bool = False
-    """Let each request choose its `generated_kv` and `exact_tail`; every decode step then computes
-    both kinds of keys and values."""
     scoring: bool = False
     """Compile the programs that a `ScoreRequest` needs."""
     structured_outputs: bool = False
@@ -112,14 +109,14 @@ class EngineOptions:
         rows = self.single_step_rows
         if rows is not None and (type(rows) is not int or rows < 0):
             raise UsageError(f"`single_step_rows`={rows!r} must be a whole number from 0 up")
-        check_generated_kv(self.generated_kv, self.exact_tail)
+        _check_generated_kv(self.generated_kv, self.exact_tail)
         if not 0 < self.memory_utilization <= 1:
             raise UsageError(
                 f"`memory_utilization`={self.memory_utilization} must be above 0 and at most 1"
             )
 
 
-def check_generated_kv(generated_kv: object, exact_tail: object) -> None:
+def _check_generated_kv(generated_kv: object, exact_tail: object) -> None:
     """Raise `UsageError` unless these are values of the options of their names, or None."""
     if generated_kv not in (None, *GENERATED_KV):
         raise UsageError(f"`generated_kv`={generated_kv!r} is not one of {', '.join(GENERATED_KV)}")

@@ -9,7 +9,6 @@ from typing import Literal, overload
 
 import numpy as np
 
-from ...model.config import GeneratedKV
 from .grammar import Matcher
 from .sampling_params import SamplingParams
 
@@ -36,11 +35,6 @@ class Request:
     cache_salt: str = ""
     """Salt of the prefix cache: only requests with the same salt share pages, so the time to the
     first token does not tell what others have asked."""
-    generated_kv: GeneratedKV | None = None
-    """`EngineOptions.generated_kv` for this request, with `mixed_generated_kv`; None is the
-    engine's."""
-    exact_tail: int | None = None
-    """`EngineOptions.exact_tail` for this request; None is the engine's."""
     page_keys: Sequence[bytes] | None = None
     """`page_pool.page_keys(prompt, page_size, cache_salt)`, where another thread has made them.
     They are not verified; None makes them when the request is queued."""
@@ -60,9 +54,6 @@ class ScoreRequest:
     """Number of the likeliest alternatives to return at each position, at most
     `sampling_params.MAX_LOGPROBS`."""
     cache_salt: str = ""
-    generated_kv: GeneratedKV | None = None
-    """As in `Request`; the prompt is what precedes `start`."""
-    exact_tail: int | None = None
     page_keys: Sequence[bytes] | None = None
     """As in `Request`, of `tokens`."""
 

@@ -49,18 +49,15 @@ def build_model_runner(
     if not isinstance(options, EngineOptions):
         raise UsageError(f"`options` must be EngineOptions, got {type(options).__name__}")
     swiftkv = model.uses_swiftkv(swiftkv)
-    mixed = options.mixed_generated_kv
     config = model.config.at_length(options.max_model_len or model.config.max_position_embeddings)
     mesh = mesh or mesh_of(model.llama.embed)
-    served = served_config(
-        config, swiftkv, options.generated_kv, options.exact_tail, mixed=mixed, mesh=mesh
-    )
+    served = served_config(config, swiftkv, options.generated_kv, options.exact_tail, mesh=mesh)
     if swiftkv and config.generated_kv == "own" and served.generated_kv == "boundary":
         logger.warning(
             "`generated_kv`=boundary: this model was made for own, with keys or queries scaled for "
             "it; measure it before you rely on its answers"
         )
-    kv = kv_programs(served, mixed=mixed)
+    kv = kv_programs(served)
     if swiftkv and config.generated_kv == "boundary" and kv != "boundary":
         logger.warning(
             "`generated_kv`=own: this model was made for boundary; it may hardly attend to distant "

@@ -24,9 +24,6 @@ KVPrograms = Literal["boundary", "own", "both"]
 """Upper keys and values that programs compute for tokens that run through all layers: those from
 the boundary, the tokens' own, or both, of which each token keeps one kind."""
 
-MIXED_TAIL = 64
-"""Tokens of the tail for which programs are compiled where each request chooses its own."""
-
 SINGLE_STEP_ROWS = 32
 """Number of sequences for which the host can process single tokens while a device decodes the next
 ones: about 15 microseconds each, for a step of 2 to 5 ms."""
@@ -186,7 +183,7 @@ def choose_shapes(
             f"`chunks`={chunks} and `decode_rows`={decode_rows} must be ascending, and the last of "
             f"`decode_rows` the {slots} sequences of each device"
         )
-    kv = kv_programs(config, mixed=options.mixed_generated_kv)
+    kv = kv_programs(config)
     pages_per_own_page = config.pages_per_own_page if serves_two_caches(config, kv) else 0
     all_pages = slots * table_pages * (1 + pages_per_own_page)
     if options.kv_cache_memory is not None:
@@ -219,9 +216,7 @@ def choose_shapes(
         structured_outputs=options.structured_outputs,
         kv=kv,
         pages_per_own_page=pages_per_own_page,
-        tail=_tail(
-            config, mixed=options.mixed_generated_kv, preempts=options.reserve_tokens < length
-        ),
+        tail=_tail(config, preempts=options.reserve_tokens < length),
     )
     return check_pages(shapes, length, page_bytes)
 
@@ -269,10 +264,8 @@ def _check_memory(
         )
 
 
-def kv_programs(config: Config, *, mixed: bool = False) -> KVPrograms:
-    """The keys and values that serving `config` computes; `mixed` if each request chooses."""
-    if config.num_upper_layers and mixed:
-        return "both"
+def kv_programs(config: Config) -> KVPrograms:
+    """The keys and values that serving `config` computes."""
     # The first decode step takes the last token of a prompt, which keeps its own keys and values
     # only if it is in the tail.
     return "both" if config.generated_kv == "own" and not config.exact_tail else config.generated_kv
@@ -292,13 +285,11 @@ def _single_step_rows(options: EngineOptions, slots: int, platform: str, weight_
     return 0 if options.decode_steps == 1 else min(rows, slots)
 
 
-def _tail(config: Config, *, mixed: bool, preempts: bool) -> int:
+def _tail(config: Config, *, preempts: bool) -> int:
     """`Shapes.tail`. The last token of a prompt is decoded, not prefilled. Generated tokens are
     prefilled after a preemption."""
-    least = MIXED_TAIL if mixed and config.num_upper_layers else 0
-    if preempts and config.num_upper_layers and config.generated_kv == "own":
-        least = max(least, 1)
-    return max(config.exact_tail - 1, least)
+    reruns = preempts and config.num_upper_layers > 0 and config.generated_kv == "own"
+    return max(config.exact_tail - 1, int(reruns))
 
 
 def with_contexts(shapes: Shapes) -> Shapes:

@@ -75,21 +75,17 @@ def served_config(
     generated_kv: GeneratedKV | None = None,
     exact_tail: int | None = None,
     *,
-    mixed: bool = False,
     mesh: Mesh | None = None,
 ) -> Config:
     """The architecture that is served: the teacher is the cut above the last layer, a student's
     heads are in the order of its cache's (`mix.fold_mix`), and on a `mesh` there are copies of
     key/value heads where it has more devices (`kv_heads`). `generated_kv` and `exact_tail` replace
-    those of `config` unless they are None; `mixed` if each request chooses. Raises `UsageError` if
-    the student cannot have them."""
+    those of `config` unless they are None. Raises `UsageError` if the student cannot have them."""
     if not swiftkv:
         return with_kv_head_copies(config.cut(config.num_layers), mesh)
     config = choose_generated_kv(config, generated_kv, exact_tail)
-    if mixed:
-        choose_generated_kv(config, "own")
     heads = None  # mixes are folded into output projections, unless layers attend to two caches
-    two_caches = serves_two_caches(config, kv_programs(config, mixed=mixed))
+    two_caches = serves_two_caches(config, kv_programs(config))
     if two_caches and config.shared_kv_heads is not None:
         heads = (tuple(range(config.num_kv_heads)),) * config.num_upper_layers
     config = dataclasses.replace(config, shared_kv_heads=heads)

@@ -4,7 +4,7 @@ before each step, and back from each follower when it has taken the step."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -50,8 +50,6 @@ class _Common(msgspec.Struct, omit_defaults=True, kw_only=True):
     """i32."""
     cache_salt: str = ""
     page_keys: list[bytes] | None = None
-    generated_kv: Literal["boundary", "own"] | None = None
-    exact_tail: int | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -90,8 +88,6 @@ def fields_of(request: Request | ScoreRequest) -> Fields:
         "tokens": np.asarray(tokens, np.int32).tobytes(),
         "cache_salt": request.cache_salt,
         "page_keys": None if request.page_keys is None else list(request.page_keys),
-        "generated_kv": request.generated_kv,
-        "exact_tail": request.exact_tail,
     }
     if is_score:
         return ScoreFields(**common, start=request.start, top_logprobs=request.top_logprobs)
@@ -118,8 +114,6 @@ def request_of(fields: Fields, makers: Makers) -> Request | ScoreRequest:
     common = {
         "cache_salt": fields.cache_salt,
         "page_keys": fields.page_keys,
-        "generated_kv": fields.generated_kv,
-        "exact_tail": fields.exact_tail,
     }
     tokens = np.frombuffer(fields.tokens, np.int32)
     if isinstance(fields, ScoreFields):

@@ -46,7 +46,6 @@ def test_the_cache_can_be_followed(seed):
         num_pages=rng.randint(22, 34),
         reserve_tokens=rng.choice([1, 5, 512]),
         window=rng.choice([None, 21]),
-        mixed_generated_kv=True,
         enable_prefix_caching=seed != 5,
     )
     events, follower = engine.record_cache_events(), Follower(4)

@@ -337,8 +337,6 @@ def test_models_without_room_or_weights_are_refused():
     with_windows = dataclasses.replace(grouped, config=windows)
     with pytest.raises(skv.UsageError, match="needs upper layers without windows"):
         skv.generate(with_windows, [1, 2], max_tokens=2, generated_kv="own")
-    with pytest.raises(skv.UsageError, match="needs upper layers without windows"):
-        Engine.from_model(with_windows, options("boundary", mixed_generated_kv=True))
     slim = dataclasses.replace(model(), llama=dataclasses.replace(model().llama, upper_qkv=None))
     with pytest.raises(skv.UsageError, match="needs the teacher's upper k and v"):
         skv.generate(slim, [1, 2], max_tokens=2, generated_kv="own")

@@ -93,16 +93,15 @@ MODES = {
     "8 bits": {"kv_cache_dtype": "fp8"},
     "own": {"generated_kv": "own"},
     "own, a tail": {"generated_kv": "own", "exact_tail": 3},
-    "mixed": {"mixed_generated_kv": True},
 }
-SHORT = {("boundary", 1), ("8 bits", 1), ("own, a tail", 2), ("mixed", 2)}
+SHORT = {("boundary", 1), ("8 bits", 1), ("own, a tail", 2)}
 
 
 @pytest.mark.parametrize(
     ("mode", "group"),
     [
         pytest.param(*case, marks=[] if case in SHORT else pytest.mark.long)
-        for case in (*((mode, 1) for mode in MODES), ("own", 2), ("own, a tail", 2), ("mixed", 2))
+        for case in (*((mode, 1) for mode in MODES), ("own", 2), ("own, a tail", 2))
     ],
 )
 def test_on_a_model(mode, group):
@@ -115,11 +114,6 @@ def test_on_a_model(mode, group):
     )
     params = dataclasses.replace(params, logprobs=1, min_tokens=30, repetition_penalty=1.1)
     requests = [Request([5, 1 + number, 7], params, rng_stream=number) for number in range(4)]
-    if mode == "mixed":
-        requests[1::2] = [
-            dataclasses.replace(request, generated_kv="own", exact_tail=number)
-            for number, request in enumerate(requests[1::2])
-        ]
     found, preemptions = [], []
     roomy = Engine.from_model(model, common)
     memory = (28 if group == 1 else 50) * roomy.model_runner.layout.page_bytes(4)

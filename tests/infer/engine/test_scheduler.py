@@ -1,6 +1,5 @@
 """Scheduling, on a model runner without a model that checks every page that is read."""
 
-import dataclasses
 import random
 import statistics
 
@@ -280,6 +279,24 @@ def test_a_sample_aborted_before_it_begins_has_no_output():
     check_empty(engine)
 
 
+def test_pages_of_own_keys_and_values_are_not_shared():
+    """Only whole pages before the first of those tokens; a later turn computes the answer again."""
+    mock, _ = mock_engine(page_size=4, exact_tail=3)
+    prompt = list(range(1, 11))
+    first = Request(prompt, SamplingParams(max_tokens=9, ignore_eos=True))
+    reply = [token for _, output in mock.run([first]) for token in output.token_ids]
+    turn = Request([*prompt, *reply, 5, 6], SamplingParams(max_tokens=4))
+    for request, cached in (
+        (first, 4),  # positions 0 to 3; own ones begin at 7
+        (turn, 4),
+        (turn, 16),  # own ones begin at 18
+        (ScoreRequest(turn.prompt, 14), 8),
+    ):
+        outputs = [output for _, output in mock.run([request])]
+        assert outputs[0].num_cached_tokens == cached, request
+    assert mock.pages_in_use == 0
+
+
 @pytest.mark.parametrize("seed", range(16))
 def test_at_random(seed):
     """Requests of all kinds come, go and are aborted at any moment; every answer is right, and
@@ -296,11 +313,11 @@ def test_at_random(seed):
         context=context,
         scored=rng.choice([1, 3, 8]),
         enable_prefix_caching=rng.random() < 0.8,
-        mixed_generated_kv=seed % 3 > 0,
         reserve_tokens=kinds.choice([1, 2, 5, 9, 512]),
         structured_outputs=True,
         single_step_rows=kinds.choice([0, 0, 1, 2]),
         window=random.Random(f"window {seed}").choice([None, 1, 3, 8, 21]),
+        exact_tail=[None, 0, 1, 3, 9][seed % 5],
     )
     prefixes = [prompt_of(number, rng.randint(1, 24)) for number in range(3)]
     live: dict[int, tuple[Request | ScoreRequest, dict[int, list[int]]]] = {}
@@ -316,9 +333,6 @@ def test_at_random(seed):
             request = ask(
                 prompt, rng.randint(1, 64 - len(prompt)), n=n, ignore_eos=rng.random() < 0.5
             )
-        if seed % 3 and kinds.random() < 0.6:  # keeps its own keys and values
-            tail = kinds.choice([None, 0, 1, 3, 9])
-            request = dataclasses.replace(request, generated_kv="own", exact_tail=tail)
         try:
             live[engine.add_request(request)] = request, {}
         except UsageError as error:

@@ -105,7 +105,7 @@ def test_serving_a_model_for_own_with_boundary_is_warned_of(generated_kv, warned
 
 @pytest.mark.parametrize(
     ("options", "warned"),
-    [({}, 0), ({"generated_kv": "own", "exact_tail": 2}, 1), ({"mixed_generated_kv": True}, 1)],
+    [({}, 0), ({"generated_kv": "own", "exact_tail": 2}, 1)],
     ids=str,
 )
 def test_serving_a_model_for_boundary_with_own_is_warned_of(options, warned, caplog):
