@@ -94,9 +94,9 @@ ALLOWED = {
     # Character ranges of the targets in a text.
     "spans": "train/data/",
     # A keyword of `concurrent.futures`, a method of `asyncio`.
-    "cancel": ("infer/runner/compilation", "infer/serve/"),
+    "cancel": ("infer/runner/compilation", "serve/"),
     # A label of vLLM's metrics, a field of its events.
-    "block_size": ("infer/serve/service/", "infer/serve/distributed/kv_event"),
+    "block_size": ("serve/service/", "serve/distributed/kv_event"),
     # SentencePiece's own name of its tokens.
     "piece": ("checkpoints/spm_file", "checkpoints/tokenizer", "checkpoints/gguf_tokenizer"),
     "pieces": ("checkpoints/spm_file", "checkpoints/gguf_tokenizer"),
