@@ -47,7 +47,7 @@ $(VENV)/installed: requirements.lock pyproject.toml
 
 # The same code on the newest releases and on the lowest that pyproject.toml admits: results and the server, not every corner;
 # of the interpreted kernels the smallest case, of the compiled ones BOUNDS_COMPILED (a pytest -k expression; empty is all).
-BOUNDS_TESTS := tests/test_public_api.py tests/test_rope.py tests/test_nnx.py tests/infer/serve/test_metrics.py \
+BOUNDS_TESTS := tests/test_public_api.py tests/test_rope.py tests/test_nnx.py tests/serve/test_metrics.py \
 	tests/pallas_kernels/test_attention.py
 BOUNDS_CASES := not test_attention or picture
 BOUNDS_COMPILED := (test_prefill_chunk and 128 or test_decode and 128-bfloat16-64-2048-True) and not v5e and not v5p

@@ -5,7 +5,7 @@ import shlex
 
 import yaml
 
-from tests.infer.serve.process import ROOT
+from tests.serve.process import ROOT
 
 FOLDER = ROOT / "examples" / "deploy"
 OF_PLACE = {"--host", "--port", "--worker-urls", "--model"}

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 from swiftkv_jax import demo
 from tests.deploy import compose
 from tests.free_port import free_port
-from tests.infer.serve.process import ROOT
+from tests.serve.process import ROOT
 
 PYTHON = os.environ.get("ROUTER_PYTHON", "")
 """Python of an environment with sglang-router."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from swiftkv_jax import demo
-from tests.infer.serve.process import SMALL, serving
+from tests.serve.process import SMALL, serving
 
 ENVIRONMENT = Path(os.environ.get("WHEEL_ENVIRONMENT", ""))
 """A virtual environment with the wheel and its extra `serve`."""

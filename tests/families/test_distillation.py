@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 import swiftkv_jax as skv
 from swiftkv_jax.train.__main__ import main
-from tests.infer.serve.process import SMALL, serving
+from tests.serve.process import SMALL, serving
 
 from . import models
 from .cases import CASES, tensor_for

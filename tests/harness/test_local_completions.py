@@ -8,7 +8,7 @@ import pytest
 
 from swiftkv_jax import cli, demo
 from swiftkv_jax.infer.__main__ import main
-from tests.infer.serve.process import serving
+from tests.serve.process import serving
 from tests.test_eval import ask
 
 ROWS = 200

@@ -12,7 +12,7 @@ from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer import GrammarCompiler, StructuredOutputs
 from swiftkv_jax.infer.structured.structured_outputs import MAX_REGEX_LENGTH
 from tests.infer.mock_model_runner import END, VOCAB
-from tests.infer.serve.conftest import make_tokenizer
+from tests.serve.conftest import make_tokenizer
 
 TOKENIZER = make_tokenizer()
 COMPILER = GrammarCompiler(TOKENIZER, vocab_size=VOCAB, eos_token_ids=[END])

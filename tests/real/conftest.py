@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from benchmarks.real_models import path_of
-from tests.infer.serve.process import Server, serving
+from tests.serve.process import Server, serving
 
 OPTIONS = (
     "--port 0 --temperature 0 --max-model-len 4096 --max-num-seqs 4 --max-num-batched-tokens 256 "

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.real_models import path_of
-from tests.infer.serve.process import ROOT
+from tests.serve.process import ROOT
 
 LAYERS = {
     "smollm2": "30 of width 576",

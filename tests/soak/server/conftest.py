@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import report, server_soak
 from tests.infer.conftest import checkpoint
-from tests.infer.serve.process import ROOT
+from tests.serve.process import ROOT
 
 __all__ = ["checkpoint"]
 

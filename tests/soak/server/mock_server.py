@@ -21,7 +21,7 @@ from swiftkv_jax.infer.engine.requests import RequestOutput
 from swiftkv_jax.serve import server
 from swiftkv_jax.serve.app import App
 from swiftkv_jax.serve.options import ServerOptions
-from tests.infer.serve.conftest import mock_loaded
+from tests.serve.conftest import mock_loaded
 
 
 class Counts:

@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Any
 
-from tests.infer.serve.process import SMALL, serving
+from tests.serve.process import SMALL, serving
 from tests.soak.server.client import ask, connected, events, request, responses, talk
 from tests.soak.server.conftest import MockServer, metric
 

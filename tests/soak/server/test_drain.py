@@ -9,7 +9,7 @@ import time
 import pytest
 
 from benchmarks import server_soak
-from tests.infer.serve.process import SMALL, serving
+from tests.serve.process import SMALL, serving
 from tests.soak.server.client import connected, events, request, responses
 
 STREAMS = 32

@@ -1,0 +1,271 @@
+"""A server on a model runner without a model, in a thread of the test."""
+
+import asyncio
+import dataclasses
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from swiftkv_jax.infer.structured.structured_outputs import GrammarCompiler
+from swiftkv_jax.serve import server
+from swiftkv_jax.serve.app import App
+from swiftkv_jax.serve.options import ServerOptions
+from tests.infer import mock_model_runner
+from tests.infer.conftest import checkpoint, compilations, greedy
+from tests.infer.mock_model_runner import END, VOCAB, MockModelRunner, mock_engine
+
+__all__ = ["checkpoint", "compilations", "greedy"]
+
+TEMPLATE = (
+    "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
+    "{% for m in messages %}<|user|>{{ m['role'] }}: {{ m['content'] | trim }}"
+    "{% if m['tool_calls'] %}{{ m['tool_calls'] | tojson }}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+USER_TOKEN = 96
+
+
+def make_tokenizer() -> Any:
+    """One token for each of 94 printable characters of ASCII and the space; the last one begins a
+    turn, and none but the template may write it."""
+    alphabet = [chr(code) for code in range(33, 127)] + ["Ġ"]
+    vocab = {"<|end|>": END} | {one: index for index, one in enumerate(alphabet, start=1)}
+    vocab["<|user|>"] = USER_TOKEN
+    assert len(vocab) == VOCAB
+    backend = Tokenizer(models.BPE(vocab, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|end|>",
+        additional_special_tokens=["<|user|>"],
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def make_tagged_tokenizer(*tags: str, special: bool = False, template: str = TEMPLATE) -> Any:
+    """That of `make_tokenizer` with an added token for each tag, as Qwen's tokenizers have, and a
+    token for the line break, in the place of rare characters."""
+    tokens = json.loads(make_tokenizer().backend_tokenizer.to_str())["model"]["vocab"]
+    for old, new in zip("^~`@#%$&", ("Ċ", *tags), strict=False):
+        tokens[new] = tokens.pop(old)
+    backend = Tokenizer(models.BPE(tokens, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer: Any = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|end|>",
+        additional_special_tokens=["<|user|>"],
+        clean_up_tokenization_spaces=False,
+    )
+    added = [AddedToken(tag, special=special, normalized=False) for tag in tags]
+    tokenizer.add_tokens(added, special_tokens=special)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def mock_loaded(
+    engine: dict[str, Any] | None = None, step_seconds: float = 0.0, tokenizer: Any = None
+) -> tuple[server.Loaded, MockModelRunner]:
+    """An engine without a model, with options of `mock_engine`, whose decode calls take
+    `step_seconds`; and its model runner."""
+    usual = {"structured_outputs": True, "max_model_len": 256, "num_pages": 512}
+    made, runner = mock_engine(**usual | {"chunk": 64, "slots": 8} | (engine or {}))
+    decode = runner.run_decode
+
+    def slow(sequences, steps):
+        time.sleep(step_seconds)
+        return decode(sequences, steps)
+
+    runner.run_decode = slow
+    tokenizer = tokenizer or make_tokenizer()
+    compiler = None
+    if made.options.structured_outputs:
+        compiler = GrammarCompiler(tokenizer, vocab_size=VOCAB, eos_token_ids=[END])
+    return server.Loaded(made, tokenizer, {"temperature": 1.0}, 0.0, compiler), runner
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(make_tokenizer(), vocab_size=VOCAB, eos_token_ids=[END])
+
+
+@dataclasses.dataclass
+class Running:
+    """A server that runs."""
+
+    port: int
+    app: App
+    runner: Any
+    stop: Callable[[], None]
+    """What a signal does."""
+    thread: threading.Thread
+    code: list[int]
+    """The exit code, once it has ended."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def request(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, dict[str, str], bytes]:
+        """(status, headers, content)"""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        try:
+            content, given = None, dict(headers or {})
+            if body is not None:
+                content = body if isinstance(body, bytes) else json.dumps(body).encode()
+                given.setdefault("content-type", "application/json")
+            connection.request(method, path, content, given)
+            answer = connection.getresponse()
+            found = {name.lower(): value for name, value in answer.getheaders()}
+            return answer.status, found, answer.read()
+        finally:
+            connection.close()
+
+    def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+        """(status, JSON)"""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        status, _, content = self.request("POST", path, body, named)
+        return status, json.loads(content)
+
+    def events(self, path: str, body: Any) -> list[Any]:
+        """The events of a stream, [DONE] as a text."""
+        status, headers, content = self.request("POST", path, body | {"stream": True})
+        assert status == 200 and headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in content.decode().split("\n\n") if line]
+        data = [line.removeprefix("data: ") for line in lines if not line.startswith(":")]
+        return [one if one == "[DONE]" else json.loads(one) for one in data]
+
+    def until(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
+        """Wait for something, or fail."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, "it did not happen"
+            time.sleep(0.005)
+
+    def check_empty(self) -> None:
+        """Nothing is held any more, soon."""
+        service = self.app.service
+        admission = service.admission
+        assert admission is not None and service.engine is not None
+        engine = service.engine
+        self.until(lambda: service.num_admitted == 0 and engine.snapshot.load.pages_in_use == 0)
+        self.until(lambda: not engine._ids)
+        self.until(lambda: not any((admission.sequences, admission.tokens, admission.bytes)))
+        assert not admission.sequences_of and not service._parts and not service._queue._queues
+
+
+Start = Callable[..., Running]
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Start]:
+    """Starts a server: options of `ServerOptions`, `engine` for those of `mock_engine`, and
+    `step_seconds` that a decode call takes. `send_buffer` are bytes of the system's buffer,
+    `tokenizer` is another one than that of `make_tokenizer`. `on_load` is called in place of a
+    model that loads, and the server is not ready before it returns."""
+    started: list[Running] = []
+
+    def begin(
+        *,
+        engine: dict[str, Any] | None = None,
+        step_seconds: float = 0.0,
+        send_buffer: int | None = None,
+        tokenizer: Any = None,
+        on_load: Callable[[server.Report], None] | None = None,
+        **options: Any,
+    ) -> Running:
+        loaded, runner = mock_loaded(engine, step_seconds, tokenizer)
+        listener = server.listen("127.0.0.1", 0)
+        if send_buffer is not None:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+        apps: list[tuple[App, Callable[[], None]]] = []
+        code: list[int] = []
+
+        def load(report: server.Report) -> server.Loaded:
+            if on_load is not None:
+                on_load(report)
+            return loaded
+
+        def run() -> None:
+            with asyncio.Runner(loop_factory=server.loop_factory()) as runner:
+                code.append(
+                    runner.run(
+                        server.serve(
+                            ServerOptions(**options),
+                            "tiny",
+                            listener,
+                            load,
+                            handle_signals=False,
+                            on_start=lambda app, stop: apps.append((app, stop)),
+                        )
+                    )
+                )
+
+        thread = threading.Thread(target=run, daemon=True)
+        port = listener.getsockname()[1]
+        thread.start()
+        while not apps or (on_load is None and apps[0][0].service.state == "starting"):
+            assert thread.is_alive()
+            time.sleep(0.005)
+        app, stop = apps[0]
+        loop = app.service._loop
+        running = Running(
+            port, app, runner, lambda: loop.call_soon_threadsafe(stop) and None, thread, code
+        )
+        started.append(running)
+        return running
+
+    yield begin
+    for running in started:
+        if running.thread.is_alive():
+            running.stop()
+            running.stop()
+    for running in started:
+        running.thread.join(20)
+        assert not running.thread.is_alive()
+
+
+@pytest.fixture
+def says(monkeypatch):
+    """Lets the model of a chat say a text, and end. `prompt` is how the template ends prompts."""
+
+    def say(text: str, tokenizer: Any = None, prompt: str = "assistant: ") -> None:
+        tokenizer = tokenizer or make_tokenizer()
+        before, answer = tokenizer(prompt)["input_ids"], tokenizer(text)["input_ids"]
+
+        def next_token(tokens, sample=0, ends=True):
+            given = list(tokens)
+            at = max(
+                at for at in range(len(given) + 1) if given[max(at - len(before), 0) : at] == before
+            )
+            return [*answer, END][len(given) - at]
+
+        monkeypatch.setattr(mock_model_runner, "next_token", next_token)
+
+    return say
+
+
+@pytest.fixture(scope="module")
+def shared(start) -> Running:
+    """A server with the defaults."""
+    return start()
+
+
+@pytest.fixture
+def running(shared) -> Iterator[Running]:
+    """The same for all tests of a module; afterwards it holds nothing."""
+    yield shared
+    shared.check_empty()

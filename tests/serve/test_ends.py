@@ -1,0 +1,304 @@
+"""How requests end before their answer: clients that leave, limits of time, load, shutdown."""
+
+import concurrent.futures
+import json
+import random
+import socket
+import threading
+import time
+
+import pytest
+
+from swiftkv_jax.infer.engine.sampler_output import NON_FINITE
+from swiftkv_jax.serve.service.generation import Choice
+from tests.serve.conftest import Running
+
+BODY = {"prompt": "hello", "max_tokens": 200, "ignore_eos": True}
+SLOW = {"step_seconds": 0.02}
+
+
+def connect(running: Running, body: dict, path: str = "/v1/completions") -> socket.socket:
+    """A connection that has sent a request."""
+    content = json.dumps(body).encode()
+    found = socket.create_connection(("127.0.0.1", running.port), timeout=20)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    found.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    return found
+
+
+def metric(running: Running, name: str, **labels: str) -> float:
+    """A value that /metrics reports."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    _, _, content = running.request("GET", "/metrics")
+    for family in text_string_to_metric_families(content.decode()):
+        for sample in family.samples:
+            if sample.name == name and labels.items() <= sample.labels.items():
+                return sample.value
+    raise AssertionError(f"there is no {name}")
+
+
+def left(running: Running, *states: str) -> float:
+    """Clients that have left in one of these states."""
+    return sum(metric(running, "swiftkv:client_disconnects_total", state=one) for one in states)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_frees_what_runs(start, stream):
+    running = start(**SLOW)
+    connection = connect(running, BODY | {"stream": stream, "n": 3})
+    load = running.app.service.engine
+    running.until(lambda: load.snapshot.load.num_running == 3)
+    connection.close()
+    steps = load.snapshot.num_steps
+    running.check_empty()
+    assert load.snapshot.num_steps - steps <= 4
+    assert left(running, "prefilling", "decoding") == 1
+    assert metric(running, "vllm:request_success_total", finished_reason="abort") == 3
+
+
+def test_who_leaves_the_queue_is_never_run(start):
+    running = start(engine={"slots": 2}, **SLOW)
+    busy = connect(running, BODY | {"n": 2})
+    service = running.app.service
+    running.until(lambda: service.engine.snapshot.load.num_running == 2)
+    others = [connect(running, BODY) for _ in range(45)]
+    running.until(lambda: service.num_admitted == 46)
+    assert len(service._queue) > 0, "the engine gets no more than it looks at"
+    for one in others:
+        one.close()
+    running.until(lambda: service.num_admitted == 1)
+    stats = service.engine.snapshot.stats
+    assert stats.prefilled_tokens == len("hello") - 1, "only the first has been run"
+    assert left(running, "queued", "prefilling") == 45
+    busy.close()
+    running.check_empty()
+
+
+def test_many_clients_that_leave_at_any_moment_disturb_none_that_stay(start):
+    running = start(step_seconds=0.005, max_num_queued_reqs=500)
+    alone = {
+        prompt: running.post("/v1/completions", BODY | {"prompt": prompt})[1]["choices"]
+        for prompt in ("steady", "also steady")
+    }
+    rng, found = random.Random(1), []
+
+    def stay(prompt: str) -> None:
+        found.append((prompt, running.post("/v1/completions", BODY | {"prompt": prompt})))
+
+    threads = [threading.Thread(target=stay, args=(prompt,)) for prompt in alone for _ in range(3)]
+    leaving = []
+    for thread in threads:
+        thread.start()
+        for _ in range(10):
+            body = BODY | {"prompt": "x" * rng.randrange(1, 50), "stream": rng.random() < 0.7}
+            leaving.append(connect(running, body | {"n": rng.choice([1, 1, 2])}))
+            time.sleep(rng.random() * 0.02)
+            if rng.random() < 0.7:
+                leaving.pop(rng.randrange(len(leaving))).close()
+    for one in leaving:
+        one.close()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 6
+    for prompt, (status, answer) in found:
+        assert status == 200 and answer["choices"] == alone[prompt]
+    running.check_empty()
+    stats = running.app.service.engine.snapshot.stats
+    assert stats.compilations == 0
+
+
+def test_clients_that_leave_at_the_last_moment_hold_nothing(start):
+    """Their last output may be on its way while they leave."""
+    running = start()
+    rng = random.Random(2)
+    for _ in range(150):
+        one = connect(running, BODY | {"max_tokens": 4, "stream": rng.random() < 0.5})
+        time.sleep(rng.random() * 0.01)
+        one.close()
+    running.until(running.app.service.idle.is_set)  # the last ones may just be coming in
+    running.check_empty()
+
+
+def test_logits_that_are_not_finite_are_an_error(start):
+    running = start()
+    read = running.runner.read
+
+    def broken(output):
+        found = read(output)
+        if found is not None:  # once: the mock does not notice that it is the row's end
+            running.runner.read = read
+            found.token[0, 0] = NON_FINITE
+        return found
+
+    running.runner.read = broken
+    status, answer = running.post("/v1/completions", BODY | {"n": 2})
+    assert status == 500 and answer["error"]["code"] == "not_finite"
+    running.check_empty()
+    assert metric(running, "vllm:request_success_total", finished_reason="error") >= 1
+    assert running.post("/v1/completions", BODY)[0] == 200
+
+
+def test_more_than_there_is_room_for_is_refused_at_once(start):
+    running = start(max_num_queued_reqs=4, **SLOW)
+    held = [connect(running, BODY | {"stream": True}) for _ in range(4)]
+    running.until(lambda: running.app.service.num_admitted == 4)
+    begun = time.monotonic()
+    status, headers, content = running.request("POST", "/v1/completions", BODY)
+    assert status == 429 and time.monotonic() - begun < 1
+    error = json.loads(content)["error"]
+    assert (error["code"], error["type"]) == ("queue_full", "rate_limit_error")
+    assert 1 <= int(headers["retry-after"]) <= 60
+    assert metric(running, "vllm:admission_rejections_total", reason="max_num_queued_reqs") == 1
+    status, _, _ = running.request("GET", "/health")
+    assert status == 200
+    for one in held:
+        one.close()
+    running.check_empty()
+    assert running.post("/v1/completions", BODY)[0] == 200
+
+
+def test_samples_and_tokens_count(start):
+    running = start(max_num_queued_reqs=6, max_num_queued_tokens=300, **SLOW)
+    status, answer = running.post("/v1/completions", BODY | {"n": 7})
+    assert status == 400 and answer["error"]["param"] == "n", "it will never fit"
+    held = connect(running, BODY | {"n": 5})
+    running.until(lambda: running.app.service.num_admitted == 1)
+    assert running.post("/v1/completions", BODY | {"n": 2})[0] == 429
+    held.close()
+    running.check_empty()
+
+
+def test_a_key_has_its_own_limit(start):
+    keys = {"a": "key-of-a-0", "b": "key-of-b-0"}
+    running = start(api_keys=keys, max_reqs_per_key=2, **SLOW)
+    status, answer = running.post(
+        "/v1/completions", BODY | {"n": 3}, authorization="Bearer key-of-a-0"
+    )
+    assert status == 400 and answer["error"]["param"] == "n"
+    status, _ = running.post("/v1/completions", BODY | {"n": 2}, x_api_key="key-of-b-0")
+    assert status == 200
+
+
+def test_many_requests_of_one_key_do_not_delay_another(start):
+    """They wait where keys take turns, not in the engine."""
+    keys = {"a": "key-of-a-0", "b": "key-of-b-0"}
+    running = start(api_keys=keys, engine={"slots": 2}, **SLOW)
+    body, service = BODY | {"max_tokens": 40}, running.app.service
+    with concurrent.futures.ThreadPoolExecutor(30) as pool:
+        headers = {"x_api_key": "key-of-a-0"}
+        others = [pool.submit(running.post, "/v1/completions", body, **headers) for _ in range(30)]
+        running.until(lambda: service.num_admitted == 30)
+        assert running.post("/v1/completions", body, x_api_key="key-of-b-0")[0] == 200
+        assert service.num_admitted > 20
+        assert {other.result()[0] for other in others} == {200}
+    running.check_empty()
+
+
+def test_one_large_request_of_a_key_does_not_delay_another(start):
+    """Its prompts take turns with those of others."""
+    keys = {"a": "key-of-a-0", "b": "key-of-b-0"}
+    running = start(api_keys=keys, max_num_queued_reqs=200, engine={"slots": 2}, **SLOW)
+    body, service = BODY | {"max_tokens": 20}, running.app.service
+    large = body | {"prompt": ["hello"] * 60}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        other = pool.submit(running.post, "/v1/completions", large, x_api_key="key-of-a-0")
+        running.until(lambda: service.admission.sequences == 60)
+        assert running.post("/v1/completions", body, x_api_key="key-of-b-0")[0] == 200
+        assert service._num_submitted < 20 and not other.done()
+        assert other.result()[0] == 200
+    running.check_empty()
+
+
+def test_who_leaves_with_half_of_its_prompts_begun_frees_all(start):
+    running = start(engine={"slots": 2}, **SLOW)
+    connection = connect(running, BODY | {"prompt": ["hello"] * 8})
+    service = running.app.service
+    running.until(lambda: service.engine.snapshot.load.num_running == 2)
+    assert 2 <= service._num_submitted < 8 and service.num_waiting
+    connection.close()
+    running.check_empty()
+    assert service._num_submitted < 8 and not len(service._queue)
+    assert metric(running, "vllm:request_success_total", finished_reason="abort") == 8
+
+
+def test_an_answer_whose_text_fails_ends_alone(start, monkeypatch, caplog):
+    push = Choice.push
+
+    def failing(choice, output):
+        if choice.index == 1:
+            raise ValueError("no such token")
+        return push(choice, output)
+
+    monkeypatch.setattr(Choice, "push", failing)
+    running = start(**SLOW)
+    other = connect(running, BODY | {"max_tokens": 60})
+    running.until(lambda: running.app.service.num_admitted == 1)
+    status, answer = running.post("/v1/completions", BODY | {"n": 2})
+    assert status == 500 and answer["error"]["code"] == "internal"
+    assert "no such token" in caplog.text
+    content = b""
+    while b'"finish_reason":"length"' not in content.replace(b" ", b""):
+        content += other.recv(65536)
+    other.close()
+    running.check_empty()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_deadlines(start, stream):
+    running = start(request_timeout=0.5, engine={"slots": 1}, step_seconds=0.05)
+    if stream:
+        events = running.events("/v1/completions", BODY)
+        assert events[-2]["error"]["code"] == "request_timeout" and events[-1] == "[DONE]"
+        assert len(events) > 2
+    else:
+        status, headers, content = running.request("POST", "/v1/completions", BODY)
+        assert status == 504 and headers["x-should-retry"] == "false"
+        assert json.loads(content)["error"]["code"] == "request_timeout"
+    running.check_empty()
+
+
+def test_waiting_has_a_deadline_of_its_own(start):
+    running = start(queue_timeout=0.5, engine={"slots": 1}, step_seconds=0.05)
+    busy = connect(running, BODY)
+    running.until(lambda: running.app.service.engine.snapshot.load.num_running == 1)
+    status, headers, content = running.request("POST", "/v1/completions", BODY)
+    assert status == 408 and json.loads(content)["error"]["code"] == "queue_timeout"
+    assert "retry-after" in headers
+    busy.close()
+    running.check_empty()
+
+
+def test_silence_is_broken_by_comments(start):
+    running = start(sse_keep_alive=0.1, engine={"slots": 1}, step_seconds=0.05)
+    busy = connect(running, BODY)
+    running.until(lambda: running.app.service.engine.snapshot.load.num_running == 1)
+    waiting = connect(running, BODY | {"stream": True})
+    content = waiting.recv(4096)
+    while b": keep-alive\n\n" not in content:
+        content += waiting.recv(4096)
+    assert b"HTTP/1.1 200" in content and b"data:" not in content
+    busy.close()
+    while b"[DONE]" not in content:
+        content += waiting.recv(4096)
+    waiting.close()
+
+
+def test_silence_is_broken_where_tokens_come_and_none_is_sent(start, says):
+    """All of the text may be the beginning of the stop string."""
+    says("a" * 40)
+    running = start(sse_keep_alive=0.1, step_seconds=0.05)
+    body = {"messages": [{"role": "user", "content": "a"}], "stop": "a" * 60, "stream": True}
+    _, _, content = running.request("POST", "/v1/chat/completions", body)
+    assert content.count(b": keep-alive\n\n") >= 3 and content.count(b"data: {") == 2
+    running.check_empty()
+
+
+def test_a_client_that_does_not_read_is_ended(start):
+    running = start(write_timeout=0.3, send_buffer=4096)
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 200, "stream": True}
+    body |= {"n": 8, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
+    connection = connect(running, body, "/v1/chat/completions")
+    running.until(lambda: metric(running, "swiftkv:slow_clients_total") == 1)
+    running.check_empty()
+    connection.close()

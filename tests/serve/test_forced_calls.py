@@ -1,0 +1,203 @@
+"""Forced calls where the tags are tokens of the tokenizer, as Qwen's are."""
+
+import itertools
+import json
+import re
+
+import pytest
+
+from tests.serve.conftest import END, TEMPLATE, make_tagged_tokenizer
+from tests.serve.test_forms import CHAT, ROOM, chat
+
+TAGS = "<tool_call>", "</tool_call>"
+HERMES = TEMPLATE + "{% if false %}<tool_call>{% endif %}"
+THINKING = HERMES.replace("assistant: ", "assistant: <think>\n") + "{# </think> #}"
+PARTS = {
+    "days": ({"type": "integer", "minimum": 0, "maximum": 40}, lambda v: 0 <= v <= 40),
+    "unit": ({"enum": ["C", "<tool_call>", 3]}, lambda v: v in ("C", "<tool_call>", 3)),
+    "code": ({"type": "string", "pattern": "^[a-c]{2}$"}, lambda v: re.fullmatch("[a-c]{2}", v)),
+    "flag": ({"type": "boolean"}, lambda v: isinstance(v, bool)),
+    "list": (
+        {"type": "array", "items": {"const": "x"}, "minItems": 1, "maxItems": 2},
+        lambda v: v in (["x"], ["x", "x"]),
+    ),
+    "spot": (
+        {
+            "type": "object",
+            "properties": {"x": {"type": "integer", "minimum": -5, "maximum": 5}},
+            "required": ["x"],
+            "additionalProperties": False,
+        },
+        lambda v: set(v) == {"x"} and -5 <= v["x"] <= 5,
+    ),
+}
+SCHEMAS = list(itertools.combinations(PARTS, 3))
+"""20 of them."""
+
+
+def tool_of(parts: tuple[str, ...]) -> dict:
+    schema = {
+        "type": "object",
+        "properties": {name: PARTS[name][0] for name in parts},
+        "required": parts[:2],
+        "additionalProperties": False,
+    }
+    return {"type": "function", "function": {"name": "f", "parameters": schema}}
+
+
+def streamed(running, body) -> list[tuple]:
+    """(content, calls, reason) of each choice of a stream, as of a whole answer."""
+    found: dict[int, list] = {}
+    for event in running.events(CHAT, body)[:-1]:
+        for choice in event["choices"]:
+            one = found.setdefault(choice["index"], ["", [], None])
+            one[0] += choice["delta"].get("content") or ""
+            for call in choice["delta"].get("tool_calls", ()):
+                if "id" in call:
+                    one[1].append([call["function"]["name"], ""])
+                one[1][call["index"]][1] += call["function"].get("arguments", "")
+            one[2] = choice["finish_reason"] or one[2]
+    return [tuple(found[index]) for index in sorted(found)]
+
+
+def whole(answer) -> list[tuple]:
+    return [
+        (
+            one["message"]["content"] or "",
+            [list(call["function"].values()) for call in one["message"].get("tool_calls", ())],
+            one["finish_reason"],
+        )
+        for one in answer["choices"]
+    ]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["added", "special"])
+def qwen(start, request):
+    tokenizer = make_tagged_tokenizer(*TAGS, special=request.param, template=HERMES)
+    return start(engine=ROOM, tokenizer=tokenizer)
+
+
+def test_forced_calls_fit_their_schemas_and_their_streams(qwen):
+    """100 calls over 20 schemas, by name and `required`."""
+    assert len(SCHEMAS) == 20
+    by_name = {"type": "function", "function": {"name": "f"}}
+    for seed, parts in enumerate(SCHEMAS):
+        choice = {"tool_choice": by_name if seed % 2 else "required", "max_tokens": 300}
+        body = chat(tools=[tool_of(parts)], parallel_tool_calls=False, seed=seed, n=5, **choice)
+        status, answer = qwen.post(CHAT, body)
+        assert status == 200, answer
+        assert whole(answer) == streamed(qwen, body)
+        for content, calls, reason in whole(answer):
+            ((name, arguments),) = calls
+            found = json.loads(arguments)
+            assert (content, name, reason) == ("", "f", "tool_calls")
+            assert set(parts[:2]) <= set(found) <= set(parts)
+            assert all(PARTS[key][1](value) for key, value in found.items()), found
+    qwen.check_empty()
+
+
+CALL = '<tool_call>{"name": "f", "arguments": {"days":4,"unit":"C","flag":true}}</tool_call>'
+TOOL = tool_of(("days", "unit", "flag"))
+
+
+def test_several_calls_in_one_answer(qwen, says):
+    """The tags are tokens between the calls too."""
+    tokenizer = qwen.app.tokenizer
+    says(f"{CALL}\n{CALL}", tokenizer)
+    body = chat(tools=[TOOL], tool_choice="required", return_token_ids=True)
+    (choice,) = qwen.post(CHAT, body)[1]["choices"]
+    assert len(choice["message"]["tool_calls"]) == 2 and not choice["message"]["content"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["token_ids"] == [*tokenizer(f"{CALL}\n{CALL}")["input_ids"], END]
+    for tag in TAGS:
+        assert choice["token_ids"].count(tokenizer.convert_tokens_to_ids(tag)) == 2
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_forced_calls_of_the_other_routes(qwen, path):
+    schema = tool_of(("days", "unit", "flag"))["function"]["parameters"]
+    if path == "/v1/messages":
+        tool = {"name": "f", "input_schema": schema}
+        choices = [{"type": "any"}, {"type": "tool", "name": "f"}]
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+        body |= {"max_tokens": 300}
+    else:
+        tool = {"type": "function", "name": "f", "parameters": schema}
+        choices = ["required", {"type": "function", "name": "f"}]
+        body = {"input": "hi", "max_output_tokens": 300, "parallel_tool_calls": False}
+    for choice in choices:
+        if isinstance(choice, dict) and path == "/v1/messages":
+            choice |= {"disable_parallel_tool_use": True}
+        status, answer = qwen.post(path, body | {"tools": [tool], "tool_choice": choice})
+        assert status == 200, answer
+        if path == "/v1/messages":
+            (block,) = answer["content"]
+            arguments = block["input"]
+        else:
+            (item,) = answer["output"]
+            arguments = json.loads(item["arguments"])
+        assert 0 <= arguments["days"] <= 40 and arguments["unit"] in ("C", "<tool_call>", 3)
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_forced_calls_after_reasoning(start, says, special):
+    """The prompt ends with the tag that begins it; the call follows the one that ends it."""
+    tokenizer = make_tagged_tokenizer(
+        "<think>", "</think>", *TAGS, special=special, template=THINKING
+    )
+    running = start(engine=ROOM, tokenizer=tokenizer)
+    says(f"Rome, so 4.</think>{CALL}", tokenizer, "assistant: <think>\n")
+    body = chat(tools=[TOOL], tool_choice="required", parallel_tool_calls=False, max_tokens=400)
+    (choice,) = running.post(CHAT, body)[1]["choices"]
+    assert choice["message"]["reasoning"] == "Rome, so 4." and choice["message"]["content"] is None
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["arguments"] == '{"days":4,"unit":"C","flag":true}'
+    assert choice["finish_reason"] == "tool_calls"
+    assert whole({"choices": [choice]}) == streamed(running, body)
+
+
+@pytest.mark.parametrize("tag", ["", "<|python_tag|>"])
+def test_the_python_tag_may_begin_a_call(start, says, tag):
+    """Llama 3's, as a token, which texts leave out."""
+    tokenizer = make_tagged_tokenizer("<|python_tag|>", special=True)
+    running = start(engine=ROOM, tokenizer=tokenizer)
+    call = '{"name": "f", "parameters": {"days":4,"unit":"C"}}'
+    says(f"{tag}{call}; {call}", tokenizer)
+    body = chat(tools=[TOOL], tool_choice="required", max_tokens=400, return_token_ids=True)
+    (choice,) = running.post(CHAT, body)[1]["choices"]
+    assert len(choice["message"]["tool_calls"]) == 2 and choice["message"]["content"] is None
+    assert choice["token_ids"][:-1] == tokenizer(f"{tag}{call}; {call}")["input_ids"]
+
+
+def test_errors_of_forced_calls_name_the_tools(qwen, monkeypatch):
+    """When the answer has begun, too."""
+    tools = [tool_of(("days", "unit", "flag"))]
+    tools[0]["function"]["parameters"] |= {"not": {"type": "null"}}
+    body = chat(tools=tools, tool_choice="required")
+    status, answer = qwen.post(CHAT, body)
+    assert status == 400 and answer["error"]["code"] == "invalid_grammar"
+    assert answer["error"]["param"] == "tools", answer
+    tools = [tool_of(("days", "unit", "list"))]
+    monkeypatch.setattr(
+        "swiftkv_jax.infer.structured.structured_outputs.GrammarMatcher.error",
+        property(lambda self: "the answer cannot go on: no"),
+    )
+    for form, param in (
+        ({"tools": tools, "tool_choice": "required"}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"regex": "a+b{3}"}}, "structured_outputs"),
+    ):
+        status, answer = qwen.post(CHAT, chat(**form))
+        assert status == 400 and answer["error"]["param"] == param, answer
+
+
+def test_schemas_that_cannot_be_followed_are_refused_for_forced_calls_alone(qwen, says):
+    """With `auto` the arguments are what the model writes."""
+    tool = tool_of(("days",))
+    tool["function"]["parameters"]["properties"]["days"] = {"type": "integer", "maximum": 2**64 - 1}
+    status, answer = qwen.post(CHAT, chat(tools=[tool], tool_choice="required"))
+    assert status == 400 and answer["error"]["param"] == "tools[0].function.parameters"
+    assert "`maximum` in a schema" in answer["error"]["message"]
+    says("It is late.", qwen.app.tokenizer)
+    (choice,) = qwen.post(CHAT, chat(tools=[tool]))[1]["choices"]
+    assert choice["message"]["content"] == "It is late." and choice["finish_reason"] == "stop"

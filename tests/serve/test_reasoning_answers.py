@@ -1,0 +1,335 @@
+"""Reasoning in chats and responses: a field, an item and a count of its own."""
+
+from typing import Any
+
+import openai
+import pytest
+
+from tests.serve.conftest import make_tagged_tokenizer, make_tokenizer
+from tests.serve.test_forms import CALL, CHAT, COMPLETIONS, ROOM, SCHEMA, TOOLS, check_schema
+
+RESPONSES = "/v1/responses"
+MESSAGES = (
+    "{% if tools %}tools: {{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<|user|>{{ m.role }}: "
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}{% endfor %}"
+)
+# As Qwen3's: the model writes both tags, unless reasoning is switched off.
+HYBRID = (
+    MESSAGES + "{% if add_generation_prompt %}assistant: "
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n"
+    "{% endif %}{% endif %}"
+)
+# As DeepSeek-R1's and those of Qwen3's thinking models: the prompt ends with the first tag.
+BEGUN = MESSAGES + "{% if add_generation_prompt %}assistant: <think>\n{% endif %}{# </think> #}"
+SAID = "<think>\nTwo, or so.\n</think>\n\nIt is 4."
+
+
+def make_reasoning_tokenizer(template: str, *, special: bool = False):
+    return make_tagged_tokenizer("<think>", "</think>", special=special, template=template)
+
+
+HYBRID_TOKENIZER = make_reasoning_tokenizer(HYBRID)
+BEGUN_TOKENIZER = make_reasoning_tokenizer(BEGUN)
+
+
+@pytest.fixture(scope="module")
+def hybrid(start):
+    return start(engine=ROOM, tokenizer=HYBRID_TOKENIZER, tool_call_parser="llama3_json")
+
+
+@pytest.fixture(scope="module")
+def begun(start):
+    return start(engine=ROOM, tokenizer=BEGUN_TOKENIZER, tool_call_parser="llama3_json")
+
+
+def chat(**fields):
+    body = {"messages": [{"role": "user", "content": "2+2?"}], "max_tokens": 200, "temperature": 0}
+    return body | fields
+
+
+def ask(running, **fields):
+    """(message, choice, usage) of a chat, which is the same as a stream."""
+    body = chat(**fields)
+    status, answer = running.post(CHAT, body)
+    assert status == 200, answer
+    (choice,) = answer["choices"]
+    message = choice["message"]
+    texts = {"content": "", "reasoning": ""}
+    logprobs, calls = [], 0
+    events = running.events(CHAT, body | {"stream_options": {"include_usage": True}})
+    assert events.pop() == "[DONE]"
+    streamed = events.pop()["usage"]
+    for name in ("completion_tokens", "completion_tokens_details"):
+        assert streamed[name] == answer["usage"][name]
+    part: Any = None
+    for event in events:
+        (part,) = event["choices"]
+        assert not (part["delta"].get("reasoning") and texts["content"])
+        for name in texts:
+            texts[name] += part["delta"].get(name) or ""
+        logprobs += (part["logprobs"] or {}).get("content", [])
+        calls += sum("id" in call for call in part["delta"].get("tool_calls", ()))
+    assert part["finish_reason"] == choice["finish_reason"]
+    assert texts == {"content": message["content"] or "", "reasoning": message.get("reasoning", "")}
+    assert logprobs == (choice["logprobs"] or {}).get("content", [])
+    assert calls == len(message.get("tool_calls", ()))
+    running.check_empty()
+    return message, choice, answer["usage"]
+
+
+def num_tokens(text: str) -> int:
+    return len(HYBRID_TOKENIZER(text, add_special_tokens=False)["input_ids"])
+
+
+def test_the_model_writes_both_tags(hybrid, says):
+    says(SAID, HYBRID_TOKENIZER)
+    message, choice, usage = ask(hybrid, logprobs=True)
+    assert message == {
+        "role": "assistant",
+        "content": "It is 4.",
+        "refusal": None,
+        "reasoning": "Two, or so.",
+    }
+    counted = usage["completion_tokens_details"]["reasoning_tokens"]
+    assert counted == num_tokens("<think>\nTwo, or so.\n</think>")
+    assert usage["completion_tokens"] == num_tokens(SAID) + 1
+    tokens = [entry["token"] for entry in choice["logprobs"]["content"]]
+    assert "".join(tokens) == SAID + "<|end|>", "tokens of the reasoning too"
+
+
+def test_the_prompt_ends_with_the_first_tag(begun, says):
+    says("Two, or so.\n</think>\n\nIt is 4.", BEGUN_TOKENIZER, "assistant: <think>\n")
+    message, _, usage = ask(begun)
+    assert (message["reasoning"], message["content"]) == ("Two, or so.", "It is 4.")
+    counted = usage["completion_tokens_details"]["reasoning_tokens"]
+    assert counted == num_tokens("Two, or so.\n</think>")
+
+
+def test_an_answer_that_ends_in_its_reasoning(begun, hybrid, says):
+    says("Two, or so, I believe.", BEGUN_TOKENIZER, "assistant: <think>\n")
+    message, choice, usage = ask(begun, max_tokens=11)
+    assert choice["finish_reason"] == "length"
+    assert message["content"] is None and message["reasoning"] == "Two, or so,"
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == 11
+    message, choice, usage = ask(begun)
+    assert choice["finish_reason"] == "stop" and message["content"] is None
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == usage["completion_tokens"]
+    says(SAID, HYBRID_TOKENIZER)
+    message, choice, _ = ask(hybrid, stop=[" so"])
+    assert choice["finish_reason"] == "stop" and choice["stop_reason"] == " so"
+    assert message["content"] is None and message["reasoning"] == "Two, or"
+
+
+@pytest.mark.parametrize(
+    "fields", [{"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}]
+)
+def test_reasoning_that_is_switched_off(hybrid, says, fields):
+    says("It is 4.", HYBRID_TOKENIZER, "assistant: <think>\n\n</think>\n\n")
+    message, _, usage = ask(hybrid, **fields)
+    assert message == {"role": "assistant", "content": "It is 4.", "refusal": None}
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == 0
+
+
+def test_an_answer_without_reasoning(hybrid, says):
+    says("It is <think> 4.", HYBRID_TOKENIZER)
+    message, _, usage = ask(hybrid)
+    assert message == {"role": "assistant", "content": "It is <think> 4.", "refusal": None}
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == 0
+
+
+def test_reasoning_may_be_left_out(hybrid, says):
+    says(SAID, HYBRID_TOKENIZER)
+    message, _, usage = ask(hybrid, include_reasoning=False)
+    assert message == {"role": "assistant", "content": "It is 4.", "refusal": None}
+    assert usage["completion_tokens_details"]["reasoning_tokens"] > 0
+
+
+def test_tags_that_are_special_tokens(start, says):
+    tokenizer = make_reasoning_tokenizer(HYBRID, special=True)
+    running = start(engine=ROOM, tokenizer=tokenizer)
+    says(SAID, tokenizer)
+    message, _, _ = ask(running)
+    assert (message["reasoning"], message["content"]) == ("Two, or so.", "It is 4.")
+
+
+def test_tags_of_many_tokens(start, says):
+    """Characters, here; the count is exact however many tokens a call decodes."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = HYBRID
+    said = "<think>Two, or so.</think>It is 4."
+    for steps in (1, 3, 8):
+        engine = ROOM | {"decode_steps": steps, "single_step_rows": 0}
+        running = start(engine=engine, tokenizer=tokenizer)
+        says(said, tokenizer)
+        message, _, usage = ask(running, stop=["zzz", "</think>\n"])
+        assert (message["reasoning"], message["content"]) == ("Two, or so.", "It is 4.")
+        assert usage["completion_tokens_details"]["reasoning_tokens"] == said.index("It")
+
+
+def test_it_stays_in_the_content_without_a_parser(start, says):
+    running = start(engine=ROOM, tokenizer=HYBRID_TOKENIZER, reasoning_parser="none")
+    says(SAID, HYBRID_TOKENIZER)
+    message, _, _ = ask(running)
+    assert message["content"] == SAID and "reasoning" not in message
+
+
+def test_completions_are_as_they_were(hybrid, says):
+    says(SAID, HYBRID_TOKENIZER)
+    body = {"prompt": "assistant: ", "max_tokens": 200, "temperature": 0}
+    assert hybrid.post(COMPLETIONS, body)[1]["choices"][0]["text"] == SAID
+
+
+def test_calls_come_after_the_reasoning(hybrid, says):
+    """What looks like a call in the reasoning is none."""
+    says(f"<think>I may say {CALL}.</think>\n\nWell. {CALL}", HYBRID_TOKENIZER)
+    message, choice, _ = ask(hybrid, tools=TOOLS)
+    assert message["reasoning"] == f"I may say {CALL}." and message["content"] == "Well."
+    (call,) = message["tool_calls"]
+    assert call["function"]["name"] == "forecast" and choice["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("name", ["hybrid", "begun"])
+def test_a_form_holds_after_the_reasoning(request, name):
+    """Also where the model begins with the form at once; reasoning cannot end the answer."""
+    running = request.getfixturevalue(name)
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}
+    reasoned = ended = 0
+    for seed in range(8):
+        # All that counts is where tokens are allowed: most of them are of the reasoning.
+        body = chat(response_format=form, seed=seed, temperature=1, max_tokens=800)
+        message, choice, _ = ask_once(running, body)
+        reasoned += bool(message.get("reasoning"))
+        if choice["finish_reason"] == "stop":
+            ended += 1
+            check_schema(message["content"])
+        else:
+            assert choice["finish_reason"] == "length"
+            assert message["content"] is None or message["content"].startswith("{")
+    assert ended > 1 and (reasoned == 8 or name == "hybrid")
+
+
+def ask_once(running, body):
+    status, answer = running.post(CHAT, body)
+    assert status == 200, answer
+    (choice,) = answer["choices"]
+    return choice["message"], choice, answer["usage"]
+
+
+def test_required_calls_after_the_reasoning(begun):
+    choice = {"type": "function", "function": {"name": "forecast"}}
+    called = 0
+    for seed in range(8):
+        body = chat(tools=TOOLS, tool_choice=choice, seed=seed, temperature=1, max_tokens=800)
+        message, found, _ = ask_once(begun, body)
+        if found["finish_reason"] == "tool_calls":
+            called += 1
+            (call,) = message["tool_calls"]
+            check_schema(call["function"]["arguments"])
+            assert message["content"] is None
+    assert called > 1
+
+
+def test_a_form_without_tokens_for_the_tags_holds_at_once(start):
+    """Then there is no reasoning."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = BEGUN
+    running = start(engine=ROOM, tokenizer=tokenizer)
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+    message, choice, _ = ask(running, response_format=form, temperature=1, seed=1)
+    assert choice["finish_reason"] == "stop" and "reasoning" not in message
+    check_schema(message["content"])
+
+
+def test_an_answer_that_goes_on(hybrid, says):
+    """Within the reasoning, or after it."""
+    user = {"role": "user", "content": "2+2?"}
+    says("or so.\n</think>\n\nIt is 4.", HYBRID_TOKENIZER, "Two, ")
+    for content, reasoning in (("<think>\nTwo, ", "or so."), ("Two, ", "")):
+        messages = [user, {"role": "assistant", "content": content}]
+        message, _, _ = ask(hybrid, messages=messages, continue_final_message=True)
+        assert message.get("reasoning", "") == reasoning
+        if reasoning:
+            assert message["content"] == "It is 4."
+
+
+def test_reasoning_may_be_sent_back(hybrid):
+    user = {"role": "user", "content": "2+2?"}
+
+    def text(**fields) -> str:
+        messages = [user, {"role": "assistant", "content": None} | fields, user]
+        status, found = hybrid.post("/tokenize", {"messages": messages})
+        assert status == 200, found
+        return hybrid.post("/detokenize", {"tokens": found["tokens"]})[1]["prompt"]
+
+    said = text(reasoning="Two.", content="4")
+    assert "assistant: <think>Two.</think>4" in said
+    assert said == text(reasoning_content="Two.", content="4")
+    assert "assistant: <think>Two.</think><|user|>" in text(reasoning="Two.")
+    for message, param in (
+        ({"role": "user", "content": "a", "reasoning": "b"}, "messages[0].reasoning"),
+        (
+            {"role": "assistant", "content": "a", "reasoning": "b", "reasoning_content": "c"},
+            "messages[0].reasoning",
+        ),
+        ({"role": "assistant", "content": "a", "reasoning": 3}, "messages[0].reasoning"),
+    ):
+        status, answer = hybrid.post(CHAT, chat(messages=[message]))
+        assert status == 400 and answer["error"]["param"] == param, answer
+
+
+# Responses ----------------------------------------------------------------------------
+
+
+def test_reasoning_is_an_item(hybrid, says):
+    says(SAID, HYBRID_TOKENIZER)
+    with openai.OpenAI(base_url=f"{hybrid.url}/v1", api_key="none", max_retries=0) as client:
+        fields: Any = {"model": "tiny", "input": "2+2?", "temperature": 0}
+        whole = client.responses.create(**fields)
+        events = list(client.responses.create(stream=True, **fields))
+        reasoning, message = whole.output
+        assert reasoning.type == "reasoning" and reasoning.content[0].text == "Two, or so."
+        assert reasoning.content[0].type == "reasoning_text" and reasoning.summary == []
+        assert reasoning.status == message.status == "completed" == whole.status
+        assert whole.output_text == "It is 4."
+        used = whole.usage.output_tokens_details.reasoning_tokens
+        assert used == num_tokens("<think>\nTwo, or so.\n</think>")
+        kinds = [event.type.removeprefix("response.") for event in events]
+        once = [kind for kind in kinds if not kind.endswith(".delta")]
+        assert once == [
+            "created",
+            "in_progress",
+            "output_item.added",
+            "content_part.added",
+            "reasoning_text.done",
+            "content_part.done",
+            "output_item.done",
+            "output_item.added",
+            "content_part.added",
+            "output_text.done",
+            "content_part.done",
+            "output_item.done",
+            "completed",
+        ]
+        deltas = [event for event in events if event.type == "response.reasoning_text.delta"]
+        assert "".join(event.delta for event in deltas) == "Two, or so."
+        (done,) = [event for event in events if event.type == "response.reasoning_text.done"]
+        assert done.text == "Two, or so." and done.item_id == deltas[0].item_id
+        again = [*[item.model_dump() for item in whole.output], {"role": "user", "content": "5?"}]
+        client.responses.create(model="tiny", input=again, max_output_tokens=3)
+        says("4", HYBRID_TOKENIZER, "assistant: <think>\n\n</think>\n\n")
+        short = client.responses.create(reasoning={"effort": "none"}, **fields)
+        assert [item.type for item in short.output] == ["message"]
+        assert short.reasoning.effort == "none"
+    hybrid.check_empty()
+
+
+def test_an_item_of_reasoning_that_is_cut(begun, says):
+    says("Two, or so, I believe.", BEGUN_TOKENIZER, "assistant: <think>\n")
+    body = {"input": "2+2?", "temperature": 0, "max_output_tokens": 5}
+    status, answer = begun.post(RESPONSES, body)
+    assert status == 200 and answer["status"] == "incomplete"
+    (item,) = answer["output"]
+    assert item["type"] == "reasoning" and item["status"] == "incomplete"
+    assert item["content"][0]["text"] == "Two, "

@@ -1,0 +1,243 @@
+"""The Responses API, asked by OpenAI's own client."""
+
+import time
+from typing import Any
+
+import openai
+import pytest
+
+from swiftkv_jax.serve.api.response_bodies import InputItem, ResponsesBody
+from swiftkv_jax.serve.api.response_events import ResponseWriter
+from swiftkv_jax.serve.api.responses import chat_body
+from swiftkv_jax.serve.errors import APIError
+from swiftkv_jax.serve.protocol import MAX_MESSAGES, Message
+from tests.serve.test_forms import ROOM, SCHEMA, check_schema
+
+PATH = "/v1/responses"
+FORECAST = {"type": "function", "name": "forecast", "parameters": SCHEMA}
+
+
+@pytest.fixture(scope="module")
+def server(start):
+    return start(engine=ROOM, tool_call_parser="llama3_json")
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+    server.check_empty()
+
+
+def test_text(client, server):
+    """The answer is that of the same chat."""
+    found = client.responses.create(
+        model="tiny", input="hi", instructions="be kind", max_output_tokens=30, temperature=0
+    )
+    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+    _, chat = server.post(
+        "/v1/chat/completions", {"messages": messages, "max_tokens": 30, "temperature": 0}
+    )
+    (choice,) = chat["choices"]
+    assert found.output_text == choice["message"]["content"] and found.object == "response"
+    assert found.status == ("incomplete" if choice["finish_reason"] == "length" else "completed")
+    assert found.usage.output_tokens == chat["usage"]["completion_tokens"]
+    assert found.usage.input_tokens == chat["usage"]["prompt_tokens"]
+    assert found.instructions == "be kind" and found.store is False
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_output_tokens": 25, "temperature": 0},
+        {"max_output_tokens": 200, "text": {"format": {"type": "json_object"}}, "temperature": 0},
+        {
+            "max_output_tokens": 300,
+            "tools": [FORECAST],
+            "tool_choice": {"type": "function", "name": "forecast"},
+            "temperature": 0,
+        },
+    ],
+)
+def test_a_stream_is_the_whole_answer(client, fields):
+    """Every item, text and call is opened, filled and closed, in order."""
+    whole = client.responses.create(model="tiny", input="hi", **fields)
+    events = list(client.responses.create(model="tiny", input="hi", stream=True, **fields))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    last = events[-1]
+    assert last.type == f"response.{whole.status}"
+    texts, arguments, opened, closed = {}, {}, [], []
+    for event in events:
+        if event.type == "response.output_text.delta":
+            texts[event.item_id] = texts.get(event.item_id, "") + event.delta
+        elif event.type == "response.function_call_arguments.delta":
+            arguments[event.item_id] = arguments.get(event.item_id, "") + event.delta
+        elif event.type == "response.output_item.added":
+            opened.append(event.item.id)
+        elif event.type == "response.output_item.done":
+            closed.append(event.item.id)
+    assert opened == closed == [item.id for item in last.response.output]
+
+    def content(response):
+        return [
+            (item.type, item.status)
+            + ((item.content[0].text,) if item.type == "message" else (item.name, item.arguments))
+            for item in response.output
+        ]
+
+    assert content(whole) == content(last.response)
+    for item in last.response.output:
+        if item.type == "message":
+            assert texts.get(item.id, "") == item.content[0].text
+        else:
+            assert arguments[item.id] == item.arguments
+            check_schema(item.arguments)
+    assert whole.usage.total_tokens == last.response.usage.total_tokens
+
+
+def test_forms(client):
+    form = {"type": "json_schema", "name": "a", "schema": SCHEMA, "strict": True}
+    found = client.responses.create(model="tiny", input="hi", text={"format": form})
+    check_schema(found.output_text)
+
+
+def test_items_become_messages():
+    items = [
+        InputItem(role="user", content="weather?"),
+        InputItem(type="function_call", name="forecast", arguments="{}", call_id="a"),
+        InputItem(type="function_call", name="forecast", arguments="{}", call_id="b"),
+        InputItem(type="function_call_output", call_id="a", output="sun"),
+        InputItem(role="assistant", content="Sun."),
+    ]
+    found, places = chat_body(ResponsesBody(input=items, instructions="short"))
+    roles = "system user assistant tool assistant".split()
+    assert [message.role for message in found.messages] == roles
+    assert places == ["instructions", "input[0]", "input[1]", "input[3]", "input[4]"]
+    calls = found.messages[2].tool_calls
+    assert calls is not None and [call.id for call in calls] == ["a", "b"]
+    assert found.messages[3] == Message(role="tool", content="sun", tool_call_id="a")
+
+
+def test_many_calls_are_one_message_at_once():
+    call = InputItem(type="function_call", name="f", arguments="{}", call_id="a")
+    start = time.process_time()
+    found, _ = chat_body(ResponsesBody(input=[call] * MAX_MESSAGES))
+    assert time.process_time() - start < 1
+    (message,) = found.messages
+    assert message.tool_calls is not None and len(message.tool_calls) == MAX_MESSAGES
+    with pytest.raises(APIError, match="items"):
+        chat_body(ResponsesBody(input=[call] * (MAX_MESSAGES + 1)))
+
+
+BAD_FORMAT = {"type": "json_schema", "name": "a", "schema": {"type": "messages[9]"}}
+
+
+def test_an_answer_may_be_sent_back(client):
+    """As the client's own objects, and as what they are dumped to, with fields of its own."""
+    first = client.responses.create(
+        model="tiny", input="hi", max_output_tokens=300, tools=[FORECAST], tool_choice="required"
+    )
+    (call,) = [item for item in first.output if item.type == "function_call"][:1]
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "sun"}
+    for items in (first.output, [item.model_dump() for item in first.output]):
+        found = client.responses.create(
+            model="tiny", input=[*items, output], max_output_tokens=4, tools=[FORECAST]
+        )
+        assert found.status in ("completed", "incomplete")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"store": True}, "store"),
+        ({"background": True}, "background"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "c"}, "conversation"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
+        (
+            {"include": ["reasoning.encrypted_content", "message.output_text.logprobs"]},
+            "include[1]",
+        ),
+        ({"context_management": [{"type": "compaction"}]}, "context_management"),
+        ({"tools": [{"type": "custom", "name": "patch"}]}, "tools[0].type"),
+        ({"tools": [{"type": "local_shell"}]}, "tools[0].type"),
+        ({"tools": [{"name": "f"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [FORECAST | {"colour": 1}]}, "tools[0].colour"),
+        ({"tools": [FORECAST | {"parameters": []}]}, "tools[0].parameters"),
+        ({"tools": [FORECAST | {"strict": 1}]}, "tools[0].strict"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].arguments"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"type": "input_image"}]}, "input[0].type"),
+        ({"input": 3}, "input"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 10**6}, "max_output_tokens"),
+        ({"temperature": 3}, "temperature"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        ({"n": 2}, "n"),
+        ({"zzz": 1}, "zzz"),
+        ({"input": [{"role": "user", "content": "a", "output": "b"}]}, "input[0].output"),
+        ({"text": {"format": {"type": "json_object", "name": "x", "schema": {}}}}, "text.format"),
+        # The client's own words, in the message of the error.
+        ({"text": {"format": BAD_FORMAT}}, "text.format"),
+        ({"tools": [FORECAST, FORECAST]}, "tools[1].name"),
+        ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
+        (
+            {"instructions": "x", "input": [{"role": "user", "content": [{"type": "image"}]}]},
+            "input[0].content[0].type",
+        ),
+    ],
+)
+def test_refused(server, fields, param):
+    status, answer = server.post(PATH, {"input": "hi"} | fields)
+    assert status == 400 and answer["error"]["param"] == param, answer
+    assert "`messages`" not in answer["error"]["message"]
+
+
+def test_what_asks_for_nothing(server):
+    fields = {"store": False, "truncation": "disabled", "include": [], "metadata": {"a": "b"}}
+    fields |= {
+        "zzz": None,
+        "parallel_tool_calls": True,
+        "reasoning": None,
+        "background": False,
+        "user": "x",
+    }
+    status, answer = server.post(PATH, {"input": "hi", "max_output_tokens": 2} | fields)
+    assert status == 200 and answer["metadata"] == {"a": "b"}
+
+
+def test_a_stream_that_cannot_go_on_ends_with_a_failed_response(start):
+    """The item that is open is closed before."""
+    running = start(request_timeout=0.6, step_seconds=0.15, sse_keep_alive=0.05)
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+        events: list[Any] = list(client.responses.create(model="tiny", input="hi", stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    first, last = events[0], events[-1]
+    assert first.type == "response.created" and last.type == "response.failed"
+    assert last.response.status == "failed" and last.response.error.code == "server_error"
+    assert "has run for" in last.response.error.message
+    opened, closed = (
+        [event.item.id for event in events if event.type == f"response.output_item.{name}"]
+        for name in ("added", "done")
+    )
+    assert opened == closed == [item.id for item in last.response.output]
+    assert all(item.status == "incomplete" for item in last.response.output)
+    running.check_empty()
+    _, _, content = running.request("POST", PATH, {"input": "hi", "stream": True})
+    assert b"[DONE]" not in content and content.count(b"event: response.failed\n") == 1
+    running.check_empty()
+
+
+def test_the_error_of_a_response_has_a_code_of_the_api():
+    for status, code in ((400, "invalid_prompt"), (429, "rate_limit_exceeded"), (504, None)):
+        writer = ResponseWriter({"id": "resp_a"})
+        lines = writer.fail(APIError(status, "other", "why")).decode().split("\n\n")
+        kinds = [line.partition("\n")[0] for line in lines if line]
+        assert kinds == [f"event: response.{name}" for name in ("created", "in_progress", "failed")]
+        error = {"code": code or "server_error", "message": "why"}
+        assert writer.answer["error"] == error and writer.answer["status"] == "failed"

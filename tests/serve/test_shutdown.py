@@ -1,0 +1,276 @@
+"""How a server ends: signals, a step that fails, a step that hangs."""
+
+import http.client
+import json
+import socket
+import threading
+import time
+
+import pytest
+
+from swiftkv_jax.serve import server
+from swiftkv_jax.serve.service.engine_thread import EngineThread
+from swiftkv_jax.serve.service.generation import Generation
+from tests.infer.engine.mock_requests import ask, prompt_of
+from tests.infer.mock_model_runner import mock_engine
+from tests.serve.test_ends import BODY, SLOW, connect
+
+
+def test_what_was_admitted_ends_before_the_server(start):
+    running = start(**SLOW)
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append(running.events("/v1/completions", BODY)))
+        for _ in range(12)
+    ]
+    for thread in threads:
+        thread.start()
+    running.until(lambda: running.app.service.num_admitted == 12)
+    idle = [http.client.HTTPConnection("127.0.0.1", running.port) for _ in range(10)]
+    for one in idle:
+        one.request("GET", "/health")
+        one.getresponse().read()
+    running.stop()
+    running.until(lambda: running.app.service.state == "draining")
+    assert running.request("GET", "/ready")[0] == 503
+    status, headers, content = running.request("POST", "/v1/completions", BODY)
+    assert status == 503 and json.loads(content)["error"]["code"] == "draining"
+    assert headers["x-should-retry"] == "true"
+    for thread in threads:
+        thread.join(30)
+    last = time.monotonic()
+    running.thread.join(10)
+    assert time.monotonic() - last < 3 and running.code == [0]
+    for one in idle:
+        one.close()
+    assert len(found) == 12
+    for events in found:
+        assert events[-1] == "[DONE]" and events[-2]["choices"][0]["finish_reason"] == "length"
+
+
+def test_before_it_drains_it_may_tell_balancers(start):
+    """`/ready` fails, and what they still send is answered."""
+    running = start(shutdown_delay=1.0)
+    assert running.request("GET", "/ready")[0] == 200
+    running.stop()
+    running.until(lambda: running.request("GET", "/ready")[0] == 503)
+    assert running.app.service.state == "ready"
+    assert running.post("/v1/completions", BODY | {"max_tokens": 2})[0] == 200
+    running.thread.join(10)
+    assert running.code == [0]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_half_a_body_holds_nothing_up(path, start):
+    running = start(shutdown_timeout=60.0)
+    half = f"POST {path} HTTP/1.1\r\nHost: x\r\ncontent-type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", running.port)) as connection:
+        connection.sendall(half.encode() + b"content-length: 1000000\r\n\r\n{")
+        running.until(lambda: len(running.app.service._reading) == 1)
+        running.stop()
+        connection.settimeout(20)
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 503 ") and b'"code":"draining"' in answer
+    running.thread.join(10)
+    assert running.code == [0] and not running.app.service._reading
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_grammar_that_is_still_compiled_holds_nothing_up(busy, start, monkeypatch):
+    """Its thread cannot be stopped, and Python would wait for it."""
+    ended = []
+    monkeypatch.setattr(server, "_end", lambda code, followers: ended.append(code))
+    running = start()
+    close = running.app.grammars.close
+    monkeypatch.setattr(running.app.grammars, "close", lambda: close() and not busy)
+    running.stop()
+    running.thread.join(10)
+    assert running.code == [0] and ended == [0] * busy
+
+
+def test_the_time_for_a_shutdown_is_limited(start):
+    running = start(shutdown_timeout=0.3, step_seconds=0.1)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(running.events("/v1/completions", BODY)))
+    thread.start()
+    running.until(lambda: running.app.service.engine.snapshot.load.num_running == 1)
+    running.stop()
+    running.thread.join(10)
+    thread.join(10)
+    assert running.code == [0]
+    assert found[0][-1] == "[DONE]" and found[0][-2]["error"]["code"] == "draining"
+
+
+def test_a_second_signal_ends_at_once(start):
+    running = start(shutdown_timeout=60, step_seconds=0.1)
+    connection = connect(running, BODY)
+    running.until(lambda: running.app.service.engine.snapshot.load.num_running == 1)
+    running.stop()
+    running.stop()
+    running.thread.join(5)
+    assert running.code == [0]
+    assert b"503" in connection.recv(4096)
+    connection.close()
+
+
+def test_an_engine_that_fails_ends_the_server(start):
+    running = start(**SLOW)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(running.post("/v1/completions", BODY)))
+    thread.start()
+    running.until(lambda: running.app.service.engine.snapshot.load.num_running == 1)
+
+    def fail(output):
+        raise RuntimeError("the device is gone")
+
+    running.runner.read = fail
+    thread.join(10)
+    ((status, answer),) = found
+    assert status == 500 and answer["error"]["code"] == "engine_failed"
+    assert "device" not in json.dumps(answer)
+    running.thread.join(10)
+    assert running.code == [1]
+
+
+def test_a_server_whose_time_limits_fail_ends(start, monkeypatch, caplog):
+    running = start(**SLOW)
+    connection = connect(running, BODY)
+    running.until(lambda: running.app.service.engine.snapshot.load.num_running == 1)
+
+    def fail(now: float) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(running.app.service, "tick", fail)
+    running.thread.join(10)
+    assert running.code == [1] and "RuntimeError: planted" in caplog.text
+    connection.close()
+
+
+def test_an_engine_that_fails_while_it_drains_is_no_success(start):
+    running = start(**SLOW)
+    connection = connect(running, BODY)
+    running.until(lambda: running.app.service.engine.snapshot.load.num_running == 1)
+    running.stop()
+    running.until(lambda: running.app.service.state == "draining")
+
+    def fail(output):
+        raise MemoryError
+
+    running.runner.read = fail
+    running.thread.join(10)
+    assert running.code == [5]
+    connection.close()
+
+
+def test_an_answer_is_sent_whole_before_the_server_ends(start):
+    """The engine has finished, and the client reads slowly."""
+    running = start(send_buffer=4096)
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 200, "stream": True}
+    body |= {"n": 4, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
+    connection = connect(running, body, "/v1/chat/completions")
+    engine = running.app.service.engine
+    running.until(lambda: engine.snapshot.stats.new_tokens == 800)
+    running.stop()
+    content = b""
+    while more := connection.recv(4096):
+        content += more
+        time.sleep(0.001)
+    assert b"[DONE]" in content and len(content) > 300_000
+    running.thread.join(10)
+    assert running.code == [0]
+    connection.close()
+
+
+def test_an_engine_that_stalls_is_not_ready(start):
+    running = start(stall_timeout=1.5)
+    released = threading.Event()
+    read = running.runner.read
+    running.runner.read = lambda output: released.wait(20) and read(output)
+    connection = connect(running, BODY)
+    service = running.app.service
+    running.until(lambda: service.state == "stalled", 10)
+    assert running.request("GET", "/ready")[0] == 503
+    assert running.request("GET", "/health")[0] == 200
+    assert running.post("/v1/completions", BODY)[0] == 503
+    slow = running.runner.run_decode
+    running.runner.run_decode = lambda *args: time.sleep(0.1) or slow(*args)
+    running.runner.read = read
+    released.set()
+    running.until(lambda: service.state == "ready", 10)
+    assert service.num_admitted == 1, "while the request still runs"
+    connection.close()
+    running.check_empty()
+
+
+def test_an_idle_engine_that_gets_a_request_has_not_stalled():
+    """However long it had nothing to do, and however late its thread wakes up."""
+    engine, _ = mock_engine()
+    ended = threading.Event()
+    thread = EngineThread(engine, lambda events: ended.set(), lambda error: None)
+    thread.start()
+    wake, thread._wake.set = thread._wake.set, lambda: None
+    time.sleep(0.3)
+    thread.submit(0, ask(prompt_of(0, 5)))
+    assert thread.stalled_seconds == 0.0
+    thread._wake.set = wake
+    wake()
+    assert ended.wait(10) and thread.stalled_seconds < 0.2
+    assert thread.stop(10)
+
+
+def test_events_of_the_loop_are_one_call_a_step(start):
+    """Not one for each sequence."""
+    running = start()
+    service = running.app.service
+    calls = []
+    on_events = service._on_events
+    service._on_events = lambda events: calls.append(len(events)) or on_events(events)
+    steps = service.engine.snapshot.num_steps
+    running.post("/v1/completions", BODY | {"n": 8, "max_tokens": 60})
+    assert len(calls) <= service.engine.snapshot.num_steps - steps and 8 <= max(calls) <= 9
+
+
+def test_first_tokens_come_before_those_of_the_rows_that_run(start, monkeypatch):
+    running = start(step_seconds=0.01)
+    steps: list[list[bool]] = []
+    on_events, push = running.app.service._on_events, Generation.push
+
+    def stepped(events):
+        steps.append([])
+        on_events(events)
+
+    def pushed(generation, part, event):
+        steps[-1].append(generation.first_token > 0)
+        return push(generation, part, event)
+
+    running.app.service._on_events = stepped
+    monkeypatch.setattr(Generation, "push", pushed)
+    busy = connect(running, BODY | {"max_tokens": 100, "stream": True})
+    running.until(lambda: running.app.service.engine.snapshot.load.num_running == 1)
+    running.post("/v1/completions", BODY | {"max_tokens": 2})
+    busy.close()
+    running.check_empty()
+    assert all(step == sorted(step) for step in steps)
+    assert [False, True, True] in steps, "the new token, one that runs, the end of the new one"
+
+
+def test_tokens_stay_in_order_while_the_loop_is_busy(start):
+    """Several steps wait for it then, some with first tokens among those of rows that run."""
+    running = start(step_seconds=0.001)
+    bodies = [BODY | {"prompt": "x" * length} for length in range(1, 5)]
+    alone = [running.post("/v1/completions", body)[1]["choices"] for body in bodies]
+    found: list[object] = []
+
+    def ask(number: int) -> None:
+        for body, choices in zip(bodies[number:], alone[number:], strict=True):
+            _, answer = running.post("/v1/completions", body)
+            found.append(answer["choices"] == choices)
+
+    threads = [threading.Thread(target=ask, args=(number % 4,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    loop = running.app.service._loop
+    while any(thread.is_alive() for thread in threads):
+        loop.call_soon_threadsafe(time.sleep, 0.02)
+        time.sleep(0.03)
+    assert len(found) == 20 and all(found)
