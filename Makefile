@@ -187,9 +187,11 @@ each_file = @failed=; for file in $(2); do \
 		tests/pallas_kernels/$$file.py -k "$(3)" || failed="$$failed $$file"; \
 	done; test -z "$$failed" || { echo "error: failed:$$failed" >&2; exit 1; }
 
-# Every step of docs/first-hour-on-a-gpu.md, with the Python of test-gpu.
+# Every step of docs/first-hour-on-a-gpu.md, with the Python of test-gpu; ONLY=PATTERN runs some.
+ONLY :=
 first-hour:
-	$(DEVICE_PYTHON) -m benchmarks.first_hour
+	$(DEVICE_PYTHON) -m benchmarks.short_run benchmarks/first_hour.toml --output runs/first-hour-$$(date +%Y%m%d-%H%M%S) \
+		--only "$(ONLY)"
 
 # Needs uv. The GPU and TPU extras are not locked: they follow the machine's driver.
 lock:

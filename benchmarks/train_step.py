@@ -1,15 +1,15 @@
-"""The distillation step: what its shared prefix saves, how fast it is, and what memory it takes.
+"""The distillation step: how fast it is, and what memory it takes.
 
     python -m benchmarks.train_step                     on a GPU or a TPU: times it there
+    python -m benchmarks.train_step --only '^32 layers' some of the variants
     python -m benchmarks.train_step --shapes smoke      tiny shapes, also on a CPU
 
-Without a GPU it counts, and compiles the steps for an H200:
+Without a GPU it compiles the steps for an H200:
 
     PYTHONPATH=.venv/compilers JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 \\
         python -m benchmarks.train_step
 
-Without a device the FLOPs of the step are counted at the shape of Llama-3.1-8B against those of two
-whole models (see `two_models`), and every variant of the step is compiled for an H200: its
+Without a device every variant of the step at the shape of Llama-3.1-8B is compiled for an H200: its
 compiler's memory against the planned. With a device every variant runs in a process of its own, so
 that its peak of memory is its own and a failure leaves the others alone: the step of `python -m
 swiftkv_jax.train` with random bfloat16 weights on packed rows of 8,192 tokens. MFU counts the
@@ -24,11 +24,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, get_args
+from collections.abc import Sequence
+from typing import Any
 
 from swiftkv_jax import cli
-from swiftkv_jax.model.transformer import Remat
+from swiftkv_jax.errors import UsageError
 from swiftkv_jax.plan.hardware import GIB, hardware_of
 from swiftkv_jax.plan.roofline import Roofline
 from swiftkv_jax.plan.topology import topology_mesh
@@ -36,13 +36,11 @@ from swiftkv_jax.plan.topology import topology_mesh
 from . import report
 from .report import TOPOLOGY
 from .timing import SMOKE_PLAN, Plan
-from .train_variants import SIZES, Size, Variant, compile_step, described, documents, run_step
-from .two_models import saving
+from .train_variants import SIZES, Variant, compile_step, described, documents, run_step
 from .worker import WorkerError, alone
 
-LEAST_SAVED, MEMORY_ERROR = 0.16, 0.10
-"""Targets: the share of FLOPs that the shared prefix saves with remat, and how far off the planned
-memory may be."""
+MEMORY_ERROR = 0.10
+"""Target: how far off the planned memory may be."""
 VARIANT_SECONDS = 300
 """Time for a variant, of which compilation takes most; then its process is ended."""
 
@@ -53,39 +51,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.train_step",
         description="FLOPs, speed and memory of the training step.",
     )
-    report.add_flags(parser, tables=tuple(SIZES), seconds=420, rows=False)
+    report.add_flags(parser, tables=tuple(SIZES), seconds=420)
     args = parser.parse_args(argv)
     return cli.run(lambda: _main(args))
 
 
 def _main(args: argparse.Namespace) -> int:
     start, seed, size = time.monotonic(), report.new_seed(args.seed), SIZES[args.shapes]
+    matches = report.matcher(args.only)
+    variants = [variant for variant in size.variants if matches(variant.name)]
+    if not variants:
+        names = "; ".join(variant.name for variant in size.variants)
+        raise UsageError(f"--only {args.only!r}: no such variant; variants: {names}")
     # From another process: one that has started JAX's backend would keep a device from variants.
     facts = alone(report.environment, seed)
     device = facts["device"]["platform"] != "cpu"
     here = device or args.shapes == "smoke"  # else the device is described, not there
     document, path = report.begin(args, "train_step", seed, None if here else TOPOLOGY, facts)
-    document |= {
-        "length": size.length,
-        "documents": documents(size.length),
-        "savings": [],
-        "rows": [],
-    }
+    document |= {"length": size.length, "documents": documents(size.length), "rows": []}
     cli.log(f"{document['compiled_for']}, seed {seed}, writing {path or 'nothing'}")
-    if not device:
-        for row in savings(size):
-            document["savings"].append(row)
-            print(_saving_line(row), flush=True)
-            report.write_json(path, document)
     roofline = alone(report.roofline, args.shapes) if here else None
     if roofline is not None:
         report.add_roofline(document, roofline)
-    for number, variant in enumerate(size.variants):
+    for number, variant in enumerate(variants):
         row, spent = described(size, variant), time.monotonic() - start
         if spent > args.seconds:
             row["skipped"] = f"the budget of {args.seconds:g} s was spent"
         else:
-            cli.log(f"{variant.name} ({number + 1} of {len(size.variants)}, {spent:.0f} s)")
+            cli.log(f"{variant.name} ({number + 1} of {len(variants)}, {spent:.0f} s)")
             row |= measure_row(args.shapes, variant, seed, roofline, facts["device"]["kind"])
         document["rows"].append(row)
         print(_line(row), flush=True)
@@ -102,13 +95,6 @@ def _main(args: argparse.Namespace) -> int:
 
 
 # Rows -------------------------------------------------------------------------
-
-
-def savings(size: Size) -> Iterator[dict[str, Any]]:
-    """For rows of one document and of eight."""
-    for remat in get_args(Remat):
-        for parts in (1, 8):
-            yield saving(size.config, size.length, size.length // parts, remat)
 
 
 def measure_row(
@@ -162,42 +148,13 @@ def _with_error(row: dict[str, Any]) -> dict[str, Any]:
 def judge(document: dict[str, Any]) -> list[dict[str, Any]]:
     """The targets of the release with what was found."""
     verdicts = []
-    for row in document["savings"]:
-        if row["remat"] != "none":
-            what = (
-                f"at least {LEAST_SAVED:.0%} saved with remat {row['remat']}, documents of "
-                f"{row['document']}"
-            )
-            found = row["counted"]["saved"]
-            verdicts.append(
-                {
-                    "measure": what,
-                    "verdict": f"{'met' if found >= LEAST_SAVED else 'MISSED'}, {found:.2%}",
-                }
-            )
     for row in document["rows"]:
-        if "plan_error" in row:
-            found, what = (
-                row["plan_error"],
-                f"memory planned within {MEMORY_ERROR:.0%}, {row['name']}",
-            )
-            verdicts.append(
-                {
-                    "measure": what,
-                    "verdict": f"{'met' if abs(found) <= MEMORY_ERROR else 'MISSED'}, {found:+.1%}",
-                }
-            )
+        if "plan_error" not in row:
+            continue
+        met = "met" if abs(row["plan_error"]) <= MEMORY_ERROR else "MISSED"
+        what = f"memory planned within {MEMORY_ERROR:.0%}, {row['name']}"
+        verdicts.append({"measure": what, "verdict": f"{met}, {row['plan_error']:+.1%}"})
     return verdicts
-
-
-def _saving_line(row: dict[str, Any]) -> str:
-    counted, formula = row["counted"], row["formula"]
-    return (
-        f"documents of {row['document']:5}, remat {row['remat']:5}: "
-        f"{counted['shared'] / 1e12:.4g} TFLOP a row, as two models "
-        f"{counted['two_models'] / 1e12:.4g}: {counted['saved']:.2%} saved; "
-        f"{formula['saved']:.2%} by the formula"
-    )
 
 
 def _line(row: dict[str, Any]) -> str:

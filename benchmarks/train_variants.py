@@ -24,6 +24,7 @@ from swiftkv_jax.model.sharding import llama_shardings, swiftkv_shardings
 from swiftkv_jax.model.transformer import Remat
 from swiftkv_jax.pallas_kernels import Implementation
 from swiftkv_jax.plan.cost import train_flops_per_token
+from swiftkv_jax.plan.presets import LLAMA_8B
 from swiftkv_jax.train.plan.memory import memory_per_device
 from swiftkv_jax.train.recipe import Recipe
 from swiftkv_jax.train.run.step import (
@@ -35,7 +36,7 @@ from swiftkv_jax.train.run.step import (
     state_shapes,
 )
 
-from .kv_projection import LLAMA_8B, TINY
+from .serve import TINY
 from .timing import Plan, Program, Run, measure
 
 STEPS = 1000

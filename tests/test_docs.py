@@ -32,7 +32,6 @@ PAGES = [
     ROOT / "SECURITY.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-RESULT_PAGES = sorted((ROOT / "docs" / "results").glob("*.md"))
 EXAMPLES = ("generate", "engine", "score")
 REAL_MODEL = "Llama-3.1-8B-Instruct"
 
@@ -132,7 +131,7 @@ def test_examples_run(name, model_folder, monkeypatch):
 # What is named exists ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", PAGES + RESULT_PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_relative_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
         if re.match(r"https?:", target):
@@ -282,22 +281,18 @@ def test_the_page_of_measurements_is_up_to_date(capsys):
 
 
 def test_a_page_out_of_date_is_noticed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(measurements, "ROOT", tmp_path)
     monkeypatch.setattr(measurements, "PAGE", tmp_path / "measurements.md")
+    monkeypatch.setattr(measurements, "page", lambda: "# Measurements\n")
     assert measurements.main(["--check"]) == 1
     assert "measurements.md is out of date" in capsys.readouterr().err
     assert measurements.main([]) == 0
     assert measurements.main(["--check"]) == 0
 
 
-def test_every_page_of_results_is_written_and_linked():
-    linked = set(re.findall(r"\]\(results/([^)]+)\)", text_of(measurements.PAGE)))
-    written = {path.name for path, _ in measurements.pages()} - {measurements.PAGE.name}
-    assert linked == written == {page.name for page in RESULT_PAGES}
-
-
 def test_the_page_of_measurements_is_short():
-    assert len(text_of(measurements.PAGE).splitlines()) <= 400
+    """Words are what holds a letter or a digit."""
+    words = [word for word in text_of(measurements.PAGE).split() if re.search(r"\w", word)]
+    assert len(words) <= 4_000
 
 
 @cache
@@ -319,9 +314,7 @@ def test_drawings_are_those_of_the_program(name, tmp_path):
     assert (tmp_path / "drawn").read_text() == committed.read_text()
 
 
-@pytest.mark.parametrize(
-    "name", ["prefill", "analysis", "analysis-t2", "run", "quality", "quality-teachers"]
-)
+@pytest.mark.parametrize("name", ["analysis", "analysis-t2", "run"])
 def test_plots_can_be_drawn_again(name, tmp_path):
     pytest.importorskip("matplotlib")
     draw, ending = pictures()[name]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from benchmarks import measurements, recorded
 from benchmarks.on_gpu import part_rows
 from benchmarks.real.cells import Program
-from benchmarks.result_files import all_of, real_documents
+from benchmarks.result_files import ON_H100, all_of, real_documents
 from swiftkv_jax.model.cache import bytes_per_token
 from swiftkv_jax.plan.presets import PRESETS
 from swiftkv_jax.train.loss.far_tokens import MAX_FAR_LOSS
@@ -23,7 +23,7 @@ def test_figures_of_the_readme_are_the_measured_ones():
     asserted = dict((what, how) for what, how, _ in recorded.ASSERTED)
     assert "0.535 of the teacher's" in asserted.values()
     assert "0.535 of the teacher's" in readme
-    rows = part_rows(all_of("serve, H100"), "prefill")
+    rows = part_rows(all_of(f"serve-{ON_H100}"), "prefill")
     student = next(row for row in rows if row["cell"]["input_len"] == 8192)
     assert (
         f"8,192 tokens, one H100 | {student['speed_up']:.2f} times as fast: "
@@ -31,13 +31,13 @@ def test_figures_of_the_readme_are_the_measured_ones():
         f"{student['ttft_speed_up']:.2f} times as fast, after {1e3 * student['ttft']:.0f} ms "
         "| measured,"
     ) in readme
-    student = part_rows(all_of("serve, H100"), "offline")[0]
+    student = part_rows(all_of(f"serve-{ON_H100}"), "offline")[0]
     rate = round(student["tokens_per_s"], -2)
     assert f"and GPU | {student['speed_up']:.2f} times as fast: {rate:,.0f} tok" in readme
     shares = [
         1 / row["speed_up"]
         for part in ("decode", "decode-2k", "decode-2k-fp8")
-        for row in part_rows(all_of("serve, H100"), part)
+        for row in part_rows(all_of(f"serve-{ON_H100}"), part)
         if "speed_up" in row
     ]
     assert f"measured on one H100 ({min(shares):.2f} to {max(shares):.2f} of it)" in readme

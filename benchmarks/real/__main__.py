@@ -33,10 +33,10 @@ from swiftkv_jax.errors import UsageError
 from swiftkv_jax.model.config import GENERATED_KV
 from swiftkv_jax.model.model import Model
 
-from ..quality.held_out import LENGTH, encode
 from . import cells, corpus, human_eval, table
 from .measure import Bench, Settings
 from .results import TEACHER, Results
+from .rows import LENGTH, encode
 
 CORPUS = Path("runs/real/corpus")
 PROGRAMS_HELP = f"(default: %(default)s); also {', '.join(cells.WITH_NEURONS)}"

@@ -1,6 +1,6 @@
 """English and code from the packages installed on this machine, split by package.
 
-The packages are those of `benchmarks.teachers.corpus`: code is their Python source, English the
+The packages are those of `packages`: code is their Python source, English the
 prose of their docstrings and of the descriptions in their metadata. Text of held-out packages is
 never trained on. The text is rebuilt from the packages and is not part of this repository.
 """
@@ -21,7 +21,7 @@ import numpy as np
 from swiftkv_jax.process import files
 from swiftkv_jax.train.data.sources import STDLIB
 
-from ..teachers.corpus import HELD_OUT, PACKAGES, repeats, source_files
+from .packages import HELD_OUT, PACKAGES, repeats, source_files
 
 ENGLISH, CODE = "english", "code"
 KINDS = (ENGLISH, CODE)

@@ -15,23 +15,32 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from swiftkv_jax.model.attention import DEFAULT
 from swiftkv_jax.model.batch import Batch
 from swiftkv_jax.model.config import Config
+from swiftkv_jax.model.layers import unembed
 from swiftkv_jax.model.model import Model
 from swiftkv_jax.model.params import Llama, SwiftKV
 from swiftkv_jax.model.rope import rope_tables
 from swiftkv_jax.model.transformer import run_upper_layers_student, teacher
 from swiftkv_jax.train.analysis.sweep import teacher_states
-from swiftkv_jax.train.loss.far_tokens import KEPT
+from swiftkv_jax.train.loss.far_tokens import FAR_NATS, KEPT
 
-from ..quality.held_out import PROMPT
-from ..quality.scores import Scores, compare, cut_away, far_dependent
-from .rows import Rows
+from .rows import PROMPT, Rows
 
 TOKENS_PER_BATCH = 4096
 PREDICTIONS_PER_CHUNK = 256
+
+
+class Scores(NamedTuple):
+    """Scores of the prediction made at each position."""
+
+    nll: Any  # cross-entropy with the next token, nats
+    kl: Any  # KL(teacher || model) at temperature 1, nats
+    agreement: Any  # 1.0 where teacher and model rank the same token first
+    first: Any  # 1.0 where the model ranks the next token first
 
 
 class Reference(NamedTuple):
@@ -100,6 +109,18 @@ def _student(config: Config, llama: Llama, delta: SwiftKV, batch: Batch, x):
     return x
 
 
+def cut_away(batch: Batch, tokens: int) -> Batch:
+    """The same rows with their first `tokens` tokens in a segment of their own, so that no later
+    token attends to them. Positions stay."""
+    later = np.arange(batch.tokens.shape[1]) >= tokens
+    return dataclasses.replace(batch, segment_ids=batch.segment_ids * (1 + later))
+
+
+def far_dependent(nll: np.ndarray, cut_nll: np.ndarray) -> np.ndarray:
+    """True where the teacher loses more than `FAR_NATS` without the far prompt."""
+    return cut_nll - nll > FAR_NATS
+
+
 def _scored(rows: Rows, chosen: slice, output: Any) -> np.ndarray:
     """The states of a batch at the scored predictions."""
     states = np.asarray(output, np.float32)[: chosen.stop - chosen.start]
@@ -107,17 +128,17 @@ def _scored(rows: Rows, chosen: slice, output: Any) -> np.ndarray:
 
 
 def _scores(model: Model, rows: Rows, states: np.ndarray, reference: np.ndarray) -> Scores:
-    """The scores of `quality.scores.compare` from a model's states and the teacher's, f32[N, D].
-    Final norm and output matrix are those of `model`."""
+    """The scores from a model's states and the teacher's, f32[N, D]. Final norm and output matrix
+    are those of `model`."""
     following = np.roll(rows.tokens, -1, axis=1)[rows.scored]
     parts = []
     for start in range(0, len(states), PREDICTIONS_PER_CHUNK):
         part = slice(start, start + PREDICTIONS_PER_CHUNK)
-        parts.append(_compare(model, states[part], reference[part], following[part]))
+        parts.append(_score_chunk(model, states[part], reference[part], following[part]))
     return jax.tree.map(lambda *found: np.concatenate(found), *parts)
 
 
-def _compare(model: Model, states: Any, reference: Any, following: Any) -> Scores:
+def _score_chunk(model: Model, states: Any, reference: Any, following: Any) -> Scores:
     """Scores of a chunk, which is filled up to one size."""
     count, dtype = len(states), model.llama.embed.dtype
     missing = PREDICTIONS_PER_CHUNK - count
@@ -125,9 +146,28 @@ def _compare(model: Model, states: Any, reference: Any, following: Any) -> Score
         jnp.asarray(np.pad(part, ((0, missing), (0, 0))), dtype)[None]
         for part in (states, reference)
     )
-    # `compare` takes rows of text, and the token after each position for the right one.
-    tokens = jnp.asarray(np.roll(np.pad(following, (0, missing)), 1))[None]
+    tokens = jnp.asarray(np.pad(following, (0, missing)))[None]
     layers: Any = {"lower": None, "lower_qkv": None, "upper": None, "upper_qkv": None}
     ends = dataclasses.replace(model.llama, **layers)
     found = compare(model.config, ends, x, teacher_x, tokens)
     return jax.tree.map(lambda values: np.asarray(values)[0, :count], found)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def compare(
+    config: Config,
+    llama: Llama,
+    x: Float[Array, "B T D"],
+    teacher_x: Float[Array, "B T D"],
+    following: Int[Array, "B T"],
+) -> Scores:
+    """Scores of a model from its hidden states and the teacher's, both before the final norm;
+    `following` is the right token after each position."""
+    model, teacher = (jax.nn.log_softmax(unembed(config, llama, h)) for h in (x, teacher_x))
+    likeliest = model.argmax(-1)
+    return Scores(
+        nll=-jnp.take_along_axis(model, following[..., None], axis=-1)[..., 0],
+        kl=(jnp.exp(teacher) * (teacher - model)).sum(-1),
+        agreement=(likeliest == teacher.argmax(-1)).astype(jnp.float32),
+        first=(likeliest == following).astype(jnp.float32),
+    )

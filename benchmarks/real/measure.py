@@ -19,9 +19,8 @@ from swiftkv_jax.model.config import Config
 from swiftkv_jax.model.model import Model
 from swiftkv_jax.plan.cost import prefill_flops
 
-from ..quality.scores import Scores
 from . import corpus, documents, human_eval
-from .forward import Reference, run_student, run_teacher
+from .forward import Reference, Scores, run_student, run_teacher
 from .rows import Rows, quiz_rows, text_rows
 
 PREFILL_TOKENS = 2048

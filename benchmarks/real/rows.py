@@ -12,10 +12,11 @@ import numpy as np
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.model.batch import Batch
 
-from ..quality.held_out import LENGTH, PROMPT, encode
 from . import corpus
 from .documents import Quiz
 
+LENGTH, PROMPT = 512, 256
+"""Tokens of a row of text, and how many of them are the prompt."""
 UNSCORED = -1
 
 
@@ -100,3 +101,12 @@ def quiz_rows(quizzes: Sequence[Quiz], tokenizer: Any, length: int) -> Rows:
             item[row, first - 1 : last] = count
             count += 1
     return Rows(tokens, lengths, prompts, item)
+
+
+def encode(text: str, tokenizer: Any) -> tuple[list[int], np.ndarray]:
+    """Tokens of a document, with an end token as in training, and i64[n, 2]: their (start, stop)
+    characters."""
+    encoded = tokenizer(text, return_offsets_mapping=True, verbose=False)
+    end = [(len(text), len(text))]
+    offsets = np.array([*encoded["offset_mapping"], *end], np.int64)
+    return [*encoded["input_ids"], tokenizer.eos_token_id], offsets

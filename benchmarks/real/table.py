@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .. import markdown
-from ..quality.held_out import LENGTH, PROMPT
 from . import documents
 from .cells import Program
+from .rows import LENGTH, PROMPT
 
 Cell = dict[str, Any]
 _COLUMNS = (
@@ -27,21 +27,20 @@ _COLUMNS = (
     "HumanEval",
 )
 _TITLES = {"english": "English", "code": "code"}
-_SHORT = 0, 1, 2, 3, 4, 5, 6, 9, 10
-"""Columns of the table for the README."""
+
+_ON_THE_PAGE = 0, 1, 3, 4, 5, 6, 9, 10, 11, 12
+"""Columns of the page of measurements."""
 
 LEGEND = (
-    f"`prefill` are the operations of a prompt of 2,048 tokens, as a share of the teacher's. "
-    f"`English` and `code` are how far the student's perplexity is above the teacher's on the "
-    f"tokens after a prompt of {PROMPT}, in rows of {LENGTH} of held-out packages; KL and "
-    f"agreement are means of both. `far` are the nats lost on far tokens of both. The next three "
+    f"`prefill` is the share of the teacher's operations for a prompt of 2,048 tokens. `English` "
+    f"and `code` are the perplexity above the teacher's after a prompt of {PROMPT}, in rows of "
+    f"{LENGTH} tokens of held-out packages; `far` the nats lost on far tokens of both. The last "
     f"columns are the share of questions whose answer is right in every token, student minus "
-    f"teacher, in points, and the nats lost on an answer: `recall` of values in a register, "
-    f"`questions` about people, and `identifiers` to complete, over documents of 512 to 4,096 "
-    f"tokens, one of each length and task; their ± takes questions about one document for "
-    f"independent. The last is the share of functions of HumanEval that pass their tests. ± is one "
-    f"standard error of the paired difference. Students without a number of tokens are in closed "
-    f"form."
+    f"teacher, in points: `recall` of values in a register, `questions` about people, and "
+    f"`identifiers` to complete, over documents of 512 to 4,096 tokens. ± is one standard error of "
+    f"the paired difference; those of the tasks take questions about one document for independent. "
+    f"Answers and the prompt's last 64 tokens keep their own keys and values. Students without a "
+    f"number of tokens are in closed form."
 )
 
 
@@ -58,26 +57,28 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     return markdown.table(_COLUMNS, _lines(found))
 
 
-def short_table(found: Sequence[dict[str, Any]]) -> str:
-    """The same with fewer columns."""
-    lines = [tuple(line[i] for i in _SHORT) for line in _lines(found)]
-    return markdown.table([_COLUMNS[i] for i in _SHORT], lines)
-
-
-def section(found: Sequence[dict[str, Any]]) -> str | None:
-    """The section of the page of measurements: models in the order of their names; None where
-    nothing was measured."""
+def section(found: Sequence[dict[str, Any]]) -> str:
+    """The section of the page of measurements: models in the order of their names."""
     models = dict[str, list[dict[str, Any]]]()
     for document in found:
         if document["cells"]:
             models.setdefault(document["model"]["name"], []).append(document)
-    if not models:
-        return None
     parts = [
-        "\n\n".join([_describe(each), table(each), *_notes(each)])
+        "\n\n".join([_describe(each), _short_table(each), *_notes(each)])
         for _, each in sorted(models.items())
     ]
     return markdown.section("Students of real models", _INTRODUCTION, LEGEND, *parts)
+
+
+def _short_table(found: Sequence[dict[str, Any]]) -> str:
+    """The students that are served with their own keys and values, without the nats that they lose
+    on answers."""
+    lines = [
+        [line[column].partition(", +")[0].partition(", -")[0] for column in _ON_THE_PAGE]
+        for line in _lines(found)
+        if line[2].startswith("`own`")
+    ]
+    return markdown.table([_COLUMNS[column] for column in _ON_THE_PAGE], lines)
 
 
 _INTRODUCTION = (

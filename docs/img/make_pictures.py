@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import functools
 import json
-import sys
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
@@ -279,24 +278,6 @@ def engine_step(path: Path) -> None:
 # Plots from measurements -------------------------------------------------------
 
 
-def prefill(path: Path) -> None:
-    """Prefill over the length of the prompt."""
-    from swiftkv_jax.infer.bench.plot import draw
-
-    results = (HERE.parents[1] / "benchmarks" / "results").glob("infer-prefill-lengths-cpu-*.json")
-    rows = json.loads(max(results).read_text(encoding="utf-8"))["rows"]
-    draw("prefill", rows, path)
-
-
-def prefill_h100(path: Path) -> None:
-    """The same of Llama-3.1-8B on an H100."""
-    from benchmarks.on_gpu import part_rows
-    from benchmarks.result_files import all_of
-    from swiftkv_jax.infer.bench.plot import draw
-
-    draw("prefill", part_rows(all_of("serve, H100"), "prefill"), path)
-
-
 def analysis(path: Path, data: str = "analysis.json") -> None:
     """`swiftkv train analyze` of the demo model, or of another with another data file."""
     from swiftkv_jax.calibration import LayerFit
@@ -338,40 +319,14 @@ def run(path: Path) -> None:
     path.write_text(in_pixels, encoding="utf-8")
 
 
-def quality(path: Path) -> None:
-    """Students of the demo model over K, from all results of the quality benchmark."""
-    from benchmarks.quality.plot import draw
-
-    draw(_measured_students()["demo"], path)
-
-
-def quality_teachers(path: Path) -> None:
-    """Students of all teachers over K, from the same results."""
-    from benchmarks.quality.plot import draw_teachers
-
-    draw_teachers(_measured_students(), path)
-
-
-def _measured_students() -> dict[str, Any]:
-    """Teacher -> its results."""
-    from benchmarks.quality.sections import by_teacher
-    from benchmarks.result_files import quality_documents
-
-    return by_teacher(quality_documents())
-
-
 PICTURES: dict[str, tuple[Callable[[Path], None], str]] = {
     "swiftkv": (swiftkv, "svg"),
     "stacks": (stacks, "svg"),
     "pages": (pages, "svg"),
     "engine-step": (engine_step, "svg"),
-    "prefill": (prefill, "png"),
-    "prefill-h100": (prefill_h100, "png"),
     "analysis": (analysis, "png"),
     "analysis-t2": (functools.partial(analysis, data="analysis-t2.json"), "png"),
     "run": (run, "svg"),
-    "quality": (quality, "png"),
-    "quality-teachers": (quality_teachers, "png"),
 }
 
 
@@ -381,7 +336,6 @@ def main() -> None:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PICTURES)}")
     names = parser.parse_args().names or PICTURES
-    sys.path.insert(0, str(HERE.parents[1]))  # for `benchmarks`
     for name in names:
         draw, ending = PICTURES[name]
         draw(HERE / f"{name}.{ending}")

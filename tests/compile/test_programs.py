@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import command_buffers, hlo
+from benchmarks import hlo
 from benchmarks.predict import steps
 from swiftkv_jax.infer.runner.lowering import (
     DecodeKind,
@@ -257,24 +257,24 @@ def test_kernels_of_a_decode_step():
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "branches", "loops"),
+    ("kind", "with_loops", "branches", "loops"),
     [
-        ("greedy", "defaults", 0, 1),  # the loop over the steps of a call
-        ("greedy", "with loops", 0, 0),
-        ("sampling", "defaults", 9, 5),  # and the sampler's, of which most lie in branches
-        ("sampling", "with loops", 0, 1),
+        ("greedy", False, 0, 1),  # the loop over the steps of a call
+        ("greedy", True, 0, 0),
+        ("sampling", False, 9, 5),  # and the sampler's, of which most lie in branches
+        ("sampling", True, 0, 1),
     ],
 )
-def test_branches_and_loops_outside_command_buffers(kind, options, branches, loops):
+def test_branches_and_loops_outside_command_buffers(kind, with_loops, branches, loops):
     """By XLA's defaults a greedy step, attention included, is one command buffer, and the sampler
     is not in any; with loops in them a call is one."""
     lowered = lower_decode("8B on an H200", kind, num_layers=2, steps=8)
-    found = command_buffers.count(lowered, command_buffers.SETS[options])
-    print(f"{kind}, {options}: {found}")
-    assert (found["branches_outside"], found["loops_outside"]) == (branches, loops)
+    found = hlo.thunks(lowered, hlo.WITH_LOOPS if with_loops else {})
+    print(f"{kind}, with loops {with_loops}: {found}")
+    assert (found.branches_outside, found.loops_outside) == (branches, loops)
     if kind == "greedy":
-        assert found["command_buffers"] == (1 if options == "with loops" else 3)
-        assert found["outside"] <= 1
+        assert found.command_buffers == (1 if with_loops else 3)
+        assert found.outside <= 1
 
 
 @pytest.mark.parametrize("name", MACHINES)
