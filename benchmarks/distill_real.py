@@ -285,7 +285,7 @@ def training_data(args: argparse.Namespace, plan: Plan, teacher: Model) -> tuple
         generations.write(
             teacher, documents, written, tokens=plan.generated_tokens, sequences=plan.sequences
         )
-    tokenizer = open_tokenizer(Recipe(args.model, (), args.folder))
+    tokenizer = open_tokenizer(Recipe(model=args.model, data=(), output_dir=args.folder))
     sources = written, args.corpus / corpus.TRAIN
     packed = [
         prepare(DataSource(str(path)), tokenizer, plan.max_length, args.folder / "data").path
@@ -303,9 +303,9 @@ def recipe_of(plan: Plan, cell: Cell, args: argparse.Namespace, data: tuple[str,
     steps = cell.tokens // (plan.batch_size * plan.max_length)
     settings: dict[str, Any] = cell.program.options
     return Recipe(
-        args.model,
-        data,
-        args.folder / _name(args, cell),
+        model=args.model,
+        data=data,
+        output_dir=args.folder / _name(args, cell),
         num_key_value_layers=cell.num_key_value_layers,
         generated_kv=cell.generated_kv,
         exact_tail=cell.exact_tail,
@@ -337,9 +337,9 @@ def estimate(plan: Plan, model: str, cells: list[Cell]) -> str:
     lines, total = [], 0.0
     for cell in cells:
         recipe = Recipe(
-            model,
-            (),
-            Path(),
+            model=model,
+            data=(),
+            output_dir=Path(),
             num_key_value_layers=cell.num_key_value_layers,
             generated_kv=cell.generated_kv,
             exact_tail=cell.exact_tail,

@@ -16,7 +16,8 @@ import argparse
 from collections.abc import Sequence
 
 from . import cli
-from .cli.model_options import add_revision
+from .cli.fields import add_flags
+from .cli.model_options import HubOptions
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -40,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
             metavar="SRC",
             help="model to read: a directory, a GGUF file or a name on the Hub",
         )
-        add_revision(sub)
+        add_flags(sub, HubOptions)
         return sub
 
     def target(sub: argparse.ArgumentParser) -> None:

@@ -9,6 +9,11 @@ import re
 class UsageError(ValueError):
     """An option or argument that cannot be honoured. Exit code 2."""
 
+    def __init__(self, message: str, *, option: str | None = None):
+        """`option` is the name of the option or argument that is wrong, if it is a single one."""
+        super().__init__(message)
+        self.option = option
+
 
 class ContextLengthError(UsageError):
     """A prompt that does not fit the model's context, by itself or with its new tokens."""

@@ -157,7 +157,7 @@ def predict(device: DeviceModel, flags: str, config: Config = LLAMA_8B) -> dict[
     """What `infer bench` with these flags would write of its mode and rows, by prediction and with
     the device's rates as the roofline."""
     parser = argparse.ArgumentParser()
-    bench_arguments.add_flags(parser)
+    bench_arguments.add_arguments(parser)
     options = bench_options.BenchOptions.from_args(parser.parse_args(shlex.split(flags)))
     engine_options, cells = bench_options.plan(options)
     raws: dict[str, list[Raw]] = {}

@@ -13,7 +13,7 @@ import dataclasses
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from ..errors import CheckpointError, UsageError
-from ..model.config import Config
+from ..model.config import Config, Quantization
 from ..model.cut import CUT_FIELDS
 from ..model.mesh import check_mesh
 from ..model.model import AuxiliaryFiles, Model, check_model, default_dtype
@@ -40,9 +40,6 @@ from ..model.sharding import llama_shardings, swiftkv_shardings
 from .tensor_map import MappedLeaf, by_name, leaves, to_trees
 
 logger = logging.getLogger(__name__)
-
-Quantization = Literal["none", "fp8", "int8"]
-"""Values of the argument `quantization`; None keeps weights as they are stored."""
 
 
 class LeafReader(Protocol):

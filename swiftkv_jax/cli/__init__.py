@@ -18,7 +18,7 @@ from .exit import (
     run,
 )
 from .messages import as_called, configure_logging, log, log_parser, prog
-from .parser import ArgumentParser, closest, did_you_mean, parse_size, run_command
+from .parser import ArgumentParser, closest, did_you_mean, parse_size, run_command, token_count
 
 __all__ = [
     "ArgumentParser",
@@ -42,4 +42,5 @@ __all__ = [
     "report",
     "run",
     "run_command",
+    "token_count",
 ]

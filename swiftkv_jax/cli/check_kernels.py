@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from .. import cli
 from ..errors import DataError
-from .model_options import add_revision
 
 if TYPE_CHECKING:
     from ..kernel_check import KernelCheck, KernelConfig
@@ -42,7 +41,11 @@ def main(argv: Sequence[str] | None = None, check: KernelCheck | None = None) ->
         metavar="DIR",
         help="check only what this checkpoint needs (default: all head dims and cache formats)",
     )
-    add_revision(parser)
+    add(
+        "--revision",
+        metavar="NAME",
+        help="branch, tag or commit of a model on the Hub (default: main)",
+    )
     add("--json", type=Path, metavar="FILE", help="also write the verdicts here")
     args = parser.parse_args(argv)
     return cli.run(lambda: _run(args, check), parser)

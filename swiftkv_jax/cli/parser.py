@@ -139,3 +139,11 @@ def parse_size(text: str) -> int:
     if not 0 < size < math.inf:
         raise UsageError(f"{text!r} is not an amount of memory, such as 24g or 512m")
     return int(size)
+
+
+def token_count(text: str) -> int:
+    """`"8k"` -> 8192 tokens. Raises `UsageError`."""
+    match = re.fullmatch(r"(\d{1,9})([kK]?)", text)
+    if not match:
+        raise UsageError(f"{text!r} is not a number of tokens, such as 4096 or 4k")
+    return int(match[1]) * (1024 if match[2] else 1)

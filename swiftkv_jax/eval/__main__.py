@@ -26,8 +26,9 @@ from pathlib import Path
 
 from .. import cli
 from ..cli import flags_elsewhere
-from ..cli.model_options import SWIFTKV_CHOICES, add_model_arguments
-from ..infer.commands.engine_options import add_engine_arguments
+from ..cli.fields import add_flags, group
+from ..cli.model_options import SWIFTKV_CHOICES, ModelOptions
+from ..infer.engine.options import EngineOptions
 
 
 def parser() -> argparse.ArgumentParser:
@@ -91,14 +92,14 @@ def parser() -> argparse.ArgumentParser:
         help="the numbers, and what they were measured with; a new file",
     )
     models = result.add_argument_group("model")
-    add_model_arguments(models)
+    add_flags(models, ModelOptions)
     models.add_argument(
         "--swiftkv",
         choices=(*SWIFTKV_CHOICES, "both"),
         default="auto",
         help="off: the unmodified teacher; both: compared (default: on if there)",
     )
-    add_engine_arguments(result.add_argument_group("engine"))
+    add_flags(group(result, "engine"), EngineOptions)
     return result
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from .. import cli
+from ..cli.fields import given
 from ..cli.model_loading import load_model, read_model
 from ..cli.model_options import ModelOptions
 from ..errors import UsageError
-from ..infer.commands.engine_options import given_engine_options
 from ..infer.commands.start import start_engine
 from ..infer.engine.engine import Engine
 from ..infer.engine.options import EngineOptions
@@ -91,7 +91,7 @@ def task_sets(args: argparse.Namespace) -> tuple[TaskSet, ...]:
 
 
 def main(args: argparse.Namespace) -> int:
-    options, engine_fields = EvalOptions.from_args(args), given_engine_options(args)
+    options, engine_fields = EvalOptions.from_args(args), given(EngineOptions, args)
     swiftkv = "auto" if options.compare else args.swiftkv
     model_options = dataclasses.replace(ModelOptions.from_args(args), swiftkv=swiftkv)
     EngineOptions(**engine_fields)  # mistakes end the run before tasks and weights are read

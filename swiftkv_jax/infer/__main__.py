@@ -28,7 +28,7 @@ class Command(NamedTuple):
     """A command, and its modules, as seen from this package."""
 
     arguments: str
-    """Has `add_flags`; its docstring is the help. Imports no JAX."""
+    """Has `add_arguments`; its docstring is the help. Imports no JAX."""
     module: str
     """Has `main`."""
     purpose: str
@@ -73,7 +73,7 @@ def parser(command: str) -> argparse.ArgumentParser:
         description=cli.as_called(module.__doc__ or ""),
         elsewhere=COMMANDS[command].elsewhere,
     )
-    module.add_flags(result)
+    module.add_arguments(result)
     result.set_defaults(command=command)
     return result
 

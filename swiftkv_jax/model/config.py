@@ -23,6 +23,13 @@ KVCacheDtype = Literal["auto", "float32", "bfloat16", "fp8", "int8"]
 """How keys and values are stored. `auto` is the weights' dtype; `fp8` is float8_e4m3fn."""
 KV_CACHE_DTYPES: tuple[KVCacheDtype, ...] = ("auto", "float32", "bfloat16", "fp8", "int8")
 
+Quantization = Literal["none", "fp8", "int8"]
+"""Values of the argument `quantization` of loading; None keeps weights as they are stored."""
+
+Remat = Literal["none", "mlp", "layer"]
+"""What the backward pass recomputes: only elementwise operations (`none`); all of an upper layer
+but its attention (`mlp`); or the whole layer from its input (`layer`)."""
+
 NO_OWN = 2**30
 """A position that no sequence reaches."""
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float
 from .attention import ATTENTION_OUTPUT, DEFAULT, Attention
 from .batch import Batch
 from .boundary import boundary_kv, first_tokens
-from .config import Config
+from .config import Config, Remat
 from .decoder_layers import (
     cross_layer,
     delta_queries,
@@ -57,9 +57,6 @@ from .sharding import (
 
 LayerHook = Callable[[Array, Array], Any]
 
-Remat = Literal["none", "mlp", "layer"]
-"""What the backward pass recomputes: only elementwise operations (`none`); all of an upper layer
-but its attention (`mlp`); or the whole layer from its input (`layer`)."""
 # Inside a scan `prevent_cse` is not needed.
 _CHECKPOINT = {
     "none": lambda step: step,

@@ -16,19 +16,26 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from ..cli.model_options import add_model_arguments
-from ..infer.commands.chat_template import add_chat_template_argument
-from ..infer.commands.engine_options import add_engine_arguments, token_count
-from ..infer.commands.sampling_options import add_distribution_arguments
+from ..cli import token_count
+from ..cli.fields import add_flags, group
+from ..cli.model_options import ModelOptions
+from ..infer.engine.options import EngineOptions
+from ..infer.engine.sampling_params import SamplingParams
 from .options import REASONING_PARSERS, SCHEDULING_POLICIES
 from .text.tool_formats import FORMATS
 
+OF_REQUESTS = (
+    *("max_tokens", "min_tokens", "logit_bias", "seed", "stop", "stop_token_ids", "ignore_eos"),
+    *("n", "logprobs"),
+)
+"""Sampling parameters that only requests choose."""
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add all arguments of the server, in groups; `ServerOptions` says more about each."""
     parser.usage = f"{parser.prog} [DIR] [options]"
     parser.add_argument("directory", nargs="?", metavar="DIR", help="model, the same as --model")
-    add_model_arguments(parser.add_argument_group("model"))
+    add_flags(group(parser, "model"), ModelOptions)
     add_names_and_formats(parser.add_argument_group("names and formats"))
     add_address(parser.add_argument_group("address"))
     add_access(parser.add_argument_group("access"))
@@ -37,10 +44,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_timeouts(parser.add_argument_group("timeouts"))
     add_endpoints(parser.add_argument_group("optional features"))
     add_logs(parser.add_argument_group("logs and events"))
-    add_distribution_arguments(
-        parser.add_argument_group("sampling of requests that do not choose"), temperature=1
+    add_flags(
+        group(parser, "sampling of requests that do not choose"),
+        SamplingParams,
+        leave_out=OF_REQUESTS,
+        shown={"temperature": 1.0},
     )
-    add_engine_arguments(parser.add_argument_group("engine"))
+    add_flags(group(parser, "engine"), EngineOptions)
 
 
 def add_names_and_formats(parser: argparse._ActionsContainer) -> None:
@@ -53,7 +63,13 @@ def add_names_and_formats(parser: argparse._ActionsContainer) -> None:
         help="name of the model in the API; repeat to accept further ones (default: that on "
         "the Hub, or of the folder)",
     )
-    add_chat_template_argument(parser)
+    add(
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="Jinja template that replaces the checkpoint's; `plain` is one that is packaged, "
+        "which writes a conversation as plain text",
+    )
     _add_listed(
         parser, "--chat-template-kwargs", "variables of the chat template that requests may set"
     )

@@ -16,12 +16,12 @@ import jax
 from jax.sharding import Mesh
 
 from ..cli import OK, json_log
+from ..cli.fields import given
 from ..cli.model_loading import open_model, read_model, setup_model_devices
 from ..cli.model_options import ModelOptions
 from ..errors import UsageError
 from ..infer.commands.chat_template import chat_template_text, set_chat_template
-from ..infer.commands.engine_options import given_engine_options, given_fields
-from ..infer.commands.sampling_options import checkpoint_params, given_sampling_params
+from ..infer.commands.sampling_options import checkpoint_params
 from ..infer.commands.start import start_engine
 from ..infer.engine.engine import Engine
 from ..infer.engine.options import EngineOptions
@@ -52,10 +52,10 @@ def main(args: argparse.Namespace) -> int:
         args.model = args.directory
     model_options, options = ModelOptions.from_args(args), server_options(args)
     defaults: dict[str, Any] = {"structured_outputs": True, "single_step_rows": None}
-    engine_options = EngineOptions(**defaults | given_engine_options(args))
+    engine_options = EngineOptions(**defaults | given(EngineOptions, args))
     if options.kv_events_config is not None and not engine_options.enable_prefix_caching:
         raise UsageError("`kv_events_config` has no events without `enable_prefix_caching`")
-    sampling = given_sampling_params(args)
+    sampling = given(SamplingParams, args)
     SamplingParams(**sampling)
     template = None if args.chat_template is None else chat_template_text(args.chat_template)
     from ..checkpoints.auxiliary import has_tokenizer
@@ -157,7 +157,9 @@ def warm(engine: Engine) -> float:
 
 def server_options(args: argparse.Namespace) -> ServerOptions:
     """From the arguments of `add_flags`. Raises `UsageError`."""
-    given: dict[str, Any] = given_fields(ServerOptions, args)
+    names = (field.name for field in dataclasses.fields(ServerOptions))
+    found = {name: getattr(args, name, None) for name in names}
+    given: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
     given["served_model_name"] = tuple(args.served_model_name or ())
     given["api_keys"] = _keys(args)
     if args.kv_events_config is not None:

@@ -24,16 +24,40 @@ if __name__ == "__main__":
     interrupts.install()  # before the imports that take a second
 
 import argparse
+import dataclasses
 import signal
 import sys
 
 from .. import cli
 from ..cli import flags_elsewhere
+from ..cli.fields import add_flags, given, group, option
+from ..cli.model_options import ProcessOptions
 from ..errors import UsageError
-from ..model.mesh_shape import parse_mesh
 from . import subcommands
-from .arguments import NOT_IN_RECIPE, add_training_arguments, make_recipe
+from .arguments import make_options
 from .recipe import DEMO, RECIPES, Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainCommand:
+    """Flags of the command that are no settings of a run."""
+
+    recipe: str | None = option(
+        None,
+        "authors: start and losses as in the authors' trainer, also on data with masked "
+        "prompts: --init authors --loss-average positions --loss-mask unshifted --padding "
+        "joined --hidden-loss absolute --hidden-loss-weight 1",
+        choices=tuple(RECIPES),
+        group="loss",
+    )
+    dry_run: bool = option(
+        False, "print memory per device and predicted times, from the config alone", group="machine"
+    )
+    topology: str | None = option(
+        None,
+        "with --dry-run: compile for h100:8, h200:1, v5p:2x2x1, v6e:4x4, ... without having it",
+        metavar="NAME",
+    )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -42,26 +66,17 @@ def parser() -> argparse.ArgumentParser:
         description=cli.as_called(__doc__ or ""),
         elsewhere=flags_elsewhere.TRAINER,
     )
-    add_training_arguments(result)
+    add_flags(result, Recipe, demo=DEMO)
+    add_flags(group(result, "machine"), ProcessOptions)
+    add_flags(result, TrainCommand)
     return result
 
 
 def recipe_from(args: argparse.Namespace) -> Recipe:
     """The arguments given, over those of --recipe, over the demo's defaults or the general ones.
     Raises `UsageError`."""
-    given = RECIPES.get(args.recipe, {}) | {
-        name: value
-        for name, value in vars(args).items()
-        if value is not None and name not in NOT_IN_RECIPE
-    }
-    given["mesh"] = parse_mesh(args.mesh)
-    if args.data is not None:
-        given["data"] = tuple(args.data)
-    if args.report_to is not None:
-        from .run.metrics import parse_report_to
-
-        given["report_to"] = parse_report_to(args.report_to)
-    return make_recipe(args, given, demo=DEMO, command="a run")
+    fields = RECIPES.get(args.recipe, {}) | given(Recipe, args)
+    return make_options(fields, demo=DEMO, command="a run", dry_run=bool(args.dry_run))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -89,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
         from ..cli.devices import join_and_emulate, refuse_x64
 
         refuse_x64()
-        join_and_emulate(recipe.mesh, args.coordinator_address, args.num_processes, args.process_id)
+        join_and_emulate(recipe.mesh, **given(ProcessOptions, args))
         from .run import loop  # after the devices are set up: Orbax and Grain look at them
 
         result = loop.run(recipe)

@@ -21,21 +21,24 @@ from ..checkpoints.far_loss import far_loss_warning
 from ..checkpoints.source import Source
 from ..checkpoints.training_run import CALIBRATION, EXPORT
 from ..cli.devices import join_and_emulate, refuse_x64
+from ..cli.fields import given
+from ..cli.model_options import ProcessOptions
 from ..errors import UsageError
 from ..kernel_check import checked_implementation, forward_configs
 from ..model.config import Config
 from ..model.cut import CUT_FIELDS, has_same_delta
-from ..model.mesh import MeshShape, make_mesh, parse_mesh
+from ..model.mesh import MeshShape, make_mesh
 from ..model.model import AuxiliaryFiles, Model
 from ..model.stacks import cast
 from ..process.distributed import check_all_take_part, is_main_process
 from ..process.files import write_json
 from .analysis.chosen_cut import with_cut
 from .analysis.given_analysis import warn_over_budget
-from .arguments import NOT_IN_RECIPE, PROCESS_ARGUMENTS, make_recipe
+from .arguments import make_options
+from .calibrate_options import CALIBRATION_DEMO, CalibrationOptions
 from .data.loader import DatasetMixture
 from .loss.far_tokens import FAR_NATS, MIN_FAR_TOKENS, far_cell
-from .recipe import DEMO, Recipe
+from .recipe import Recipe
 from .run.evaluation import (
     compare_rows,
     far_loss,
@@ -66,37 +69,37 @@ LEFT = "the data, in rows that were not fitted to"
 
 
 def main(args: argparse.Namespace) -> int:
-    recipe = recipe_from(args)
+    options = options_from(args)
     if args.topology and not args.dry_run:
         raise UsageError("`topology` goes with `dry_run`: a run uses the devices that are here")
-    if args.keep_delta and args.dry_run:
+    if options.keep_delta and args.dry_run:
         raise UsageError("`dry_run`: there is none of `keep_delta`, which fits nothing")
-    if args.keep_delta and args.calibration_tokens is not None:
+    if options.keep_delta and options.calibration_tokens is not None:
         raise UsageError("`calibration_tokens`: `keep_delta` fits nothing to them")
+    recipe = _recipe(options)
     if args.dry_run:
         from .plan import calibration_plan
 
         return calibration_plan.main(recipe, args.topology)
     refuse_x64()
-    join_and_emulate(recipe.mesh, *(getattr(args, name) for name in PROCESS_ARGUMENTS))
-    run(recipe, keep_delta=args.keep_delta)
+    join_and_emulate(options.mesh, **given(ProcessOptions, args))
+    run(recipe, keep_delta=options.keep_delta)
     return cli.OK
 
 
-def recipe_from(args: argparse.Namespace) -> Recipe:
-    """The arguments given, over the demo's defaults or the general ones. Raises `UsageError`."""
-    given: dict[str, Any] = {
-        name: value
-        for name, value in vars(args).items()
-        if value is not None and name not in NOT_IN_RECIPE
-    }
-    given["mesh"] = parse_mesh(args.mesh)
-    if args.data is not None:
-        given["data"] = tuple(args.data)
-    # A divergence between the models as they are: at temperature 1, without the hidden state's.
-    given |= {"temperature": 1.0, "hidden_loss_weight": 0.0}
-    demo = dataclasses.replace(DEMO, output_dir=Path("runs/calibrate"))
-    return make_recipe(args, given, demo=demo, command="calibration")
+def options_from(args: argparse.Namespace) -> CalibrationOptions:
+    """The arguments given, over the demo's or the general ones. Raises `UsageError`."""
+    fields = given(CalibrationOptions, args)
+    demo, dry_run = CALIBRATION_DEMO, bool(args.dry_run)
+    return make_options(fields, demo=demo, command="calibration", dry_run=dry_run)
+
+
+def _recipe(options: CalibrationOptions) -> Recipe:
+    """The settings by which a student is measured: a divergence between the models as they are, at
+    temperature 1, without the hidden state's."""
+    fields = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    del fields["keep_delta"]
+    return Recipe(temperature=1.0, hidden_loss_weight=0.0, **fields)
 
 
 def run(recipe: Recipe, *, keep_delta: bool = False) -> None:

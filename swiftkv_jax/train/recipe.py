@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from .. import demo
+from ..cli.fields import MISSING, check_minimums, option
+from ..cli.model_options import revision
 from ..errors import UsageError
-from ..model.config import Config, GeneratedKV
+from ..model.config import Config, GeneratedKV, Remat
 from ..model.cut import CUT_FIELDS
-from ..model.mesh_shape import MeshShape
+from ..model.mesh_shape import MeshShape, parse_mesh
 from ..pallas_kernels import Implementation
+from ..plan.presets import PRESETS
+from . import shared_options as shared
 from .data.sources import STDLIB
 from .loss.objective import (
     AUTHORS,
@@ -23,49 +27,32 @@ from .loss.objective import (
     Objective,
     Padding,
 )
+from .shared_options import Init, Steers, check_calibration_tokens, steering
 
-if TYPE_CHECKING:
-    from ..model.transformer import Remat
-
-Init = Literal["closed-form", "leader", "authors"]
-"""The start of a fresh delta; see `initialization.Start` for the last two."""
 Schedule = Literal["linear", "cosine", "constant"]
 """Course of the learning rate after its warm-up."""
 Resume = Literal["auto", "must", "never"] | int
 """auto: continue if there is a checkpoint; must: refuse to start without one; never: refuse to
 start over one; a number: continue from exactly that step."""
 
-TOKENS_PER_DIMENSION = 256
-"""Calibration tokens per entry of the hidden state, by default."""
 
-_AT_LEAST_ONE = (
-    "num_key_value_layers",
-    "key_value_group_size",
-    "calibration_tokens",
-    "max_length",
-    "batch_size",
-    "gradient_accumulation_steps",
-    "max_steps",
-    "num_train_epochs",
-    "kl_top_k",
-    "save_steps",
-    "save_total_limit",
-    "logging_steps",
-    "eval_steps",
-    "eval_batches",
-    "early_stopping_patience",
-)
+def parse_resume(text: str) -> str | int:
+    """Argument type of `resume`."""
+    if text in ("auto", "must", "never"):
+        return text
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise UsageError(f"{text!r}: choose auto, must, never, or a step")
 
 
-def check_calibration_tokens(tokens: int | None, init: Init) -> None:
-    """Raise `UsageError` for a number of tokens that no start of `init` is fitted to."""
-    if tokens is not None and init != "closed-form":
-        raise UsageError(
-            f"`calibration_tokens`={tokens} needs `init`=closed-form, and it is {init}"
-        )
+def parse_report_to(text: str) -> tuple[str, ...]:
+    """`metrics.parse_report_to`, which imports JAX."""
+    from .run.metrics import parse_report_to
+
+    return parse_report_to(text)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
     """The defaults are the authors' recipe for Llama-3.1-8B (ArcticTraining
     `projects/swiftkv/configs`) but for the start and the losses: see `AUTHORS_RECIPE`.
@@ -73,98 +60,177 @@ class Recipe:
     Raises `UsageError` for values that no run can have.
     """
 
-    model: str
-    data: tuple[str, ...]
-    """Training data, PATH or PATH:WEIGHT each."""
-    output_dir: Path
-    mesh: MeshShape = MeshShape()
-    num_key_value_layers: int | None = None
-    """K, the number of layers that keep their own keys and values. None: as in the model's delta,
-    or as an analysis of the data recommends, see `chosen_cut`."""
-    key_value_group_size: int | None = None
-    """Upper layers that share one key/value cache. None: as in the model's delta, or 1."""
-    prompt_attention_layers: int | None = None
-    """Upper layers of which prompts run the attention (`Config.prompt_attention_layers`). None: as
-    in the model's delta, or 0; the next two as well."""
-    prompt_mlp_neurons: int | None = None
-    boundary_taps: int | None = None
-    generated_kv: GeneratedKV | None = None
-    """Where generated tokens take their upper keys and values from, in training and in the exported
-    model (`Config.generated_kv`); None: as in the model."""
-    exact_tail: int | None = None
-    """`Config.exact_tail`; None: as in the model."""
-    exact_head: int | None = None
-    """`Config.exact_head`; None: as in the model."""
-    analysis: str | None = None
-    """Folder of an analysis, whose recommendation the fields above that are None come from."""
-    init: Init = "closed-form"
-    """Start of the delta if the checkpoint has none at this cut: least squares on calibration
-    tokens (`calibration`), or a copy of the teacher's projections
-    (`initialization.init_swiftkv`)."""
-    calibration_tokens: int | None = None
-    """Tokens of the training data that `closed-form` is fitted to. None is 256 per entry of the
-    hidden state."""
-    eval_data: str | None = None
-    max_length: int = 8192
-    """Tokens in a packed row."""
-    batch_size: int = 8
-    """Rows in an optimiser step, over all devices and micro-batches."""
-    gradient_accumulation_steps: int = 1
-    """Micro-batches that an optimiser step is divided into."""
-    max_steps: int | None = None
-    """Optimiser steps. None is `num_train_epochs`."""
-    num_train_epochs: int = 1
-    """Passes over the data."""
-    learning_rate: float = 2e-4
-    lr_schedule: Schedule = "linear"
-    warmup_ratio: float = 0.05
-    max_grad_norm: float = 1.0
-    temperature: float = AUTHORS.temperature
-    kl: Divergence = AUTHORS.divergence
-    kl_top_k: int | None = None
-    hidden_loss: HiddenLoss = "relative"
-    hidden_loss_weight: float = 0.1
-    hidden_loss_layer: int = AUTHORS.hidden_layer
-    """Hidden state that is compared. The hidden loss is 0 where that is not above the cut."""
-    loss_average: LossAverage = "targets"
-    """What the summed divergence of a step is divided by."""
-    loss_mask: LossMask = "shifted"
-    """Positions whose predictions count in the divergence."""
-    padding: Padding = "separate"
-    """How the padding at a row's end counts: not at all, or as part of the last document."""
-    dtype: str | None = None
-    """Dtype of the frozen weights and the arithmetic; the delta and its moments are always
-    float32."""
-    remat: Remat = "mlp"
-    attention: Implementation | None = None
-    """Implementation of attention; None chooses for the device."""
-    shard_sequence: bool = False
-    """Whether the activations that the forward pass keeps are split along the sequence over the
-    `model` devices; for long rows."""
-    seed: int = 0
-    save_steps: int = 200
-    save_total_limit: int = 3
-    logging_steps: int = 10
-    report_to: tuple[str, ...] = ("jsonl",)
-    profile_steps: str | None = None
-    eval_steps: int | None = None
-    """Steps between evaluations. None evaluates before the first step and after the last."""
-    eval_batches: int = 16
-    """Batches of `batch_size` held-out rows in an evaluation."""
-    early_stopping_patience: int | None = None
-    """Evaluations in a row without a lower held-out loss after which the run ends."""
-    load_best_model_at_end: bool = False
-    """Whether the state of the lowest held-out loss, that of step 0 included, is exported instead
-    of the last."""
-    max_unreadable_share: float = 0.01
-    """Share of a source's rows above which unreadable ones stop the run."""
-    resume: Resume = "auto"
+    model: str = option(
+        MISSING,
+        "checkpoint to distil: Hugging Face, Orbax, GGUF, or its name on the Hub; with "
+        f"--dry-run also one of {', '.join(PRESETS)} (default: demo)",
+        group="model and data",
+    )
+    revision: str | None = revision()
+    num_key_value_layers: int | None = shared.num_key_value_layers()
+    """K. None: as in the model's delta, or as an analysis of the data recommends, see
+    `chosen_cut`."""
+    analysis: str | None = shared.analysis()
+    """Folder of an analysis, whose recommendation the fields of the cut that are None come from."""
+    key_value_group_size: int | None = shared.key_value_group_size()
+    prompt_attention_layers: int | None = shared.prompt_attention_layers()
+    prompt_mlp_neurons: int | None = shared.prompt_mlp_neurons()
+    boundary_taps: int | None = shared.boundary_taps()
+    generated_kv: GeneratedKV | None = option(
+        None, shared.GENERATED_KV.format("train for, and export,")
+    )
+    exact_tail: int | None = shared.exact_tail()
+    exact_head: int | None = shared.exact_head()
+    data: tuple[str, ...] = option(
+        MISSING,
+        "JSONL, JSON, Parquet or ArrayRecord (rows of messages, prompt and completion, "
+        "conversations, instruction and output, or text), text files, a Hugging Face dataset "
+        "folder, a folder of such files, a pattern, a prepared folder, or `stdlib`; repeat to "
+        "mix, by weight",
+        metavar="PATH[:WEIGHT]",
+    )
+    init: Init = option(
+        "closed-form",
+        "start of a fresh delta: closed-form, least squares on --calibration-tokens of the "
+        "data; or copies of the teacher's projections (default: %(default)s)",
+    )
+    """Start of the delta if the checkpoint has none at this cut."""
+    calibration_tokens: int | None = option(
+        None,
+        "tokens for --init closed-form (default: 256 per entry of the hidden state)",
+        metavar="N",
+        at_least=1,
+    )
+    eval_data: str | None = option(None, "held-out data, in the same forms", metavar="PATH")
+    max_length: int = steering(8192, shared.MAX_LENGTH, at_least=1)
+    max_unreadable_share: float = shared.max_unreadable_share()
+    output_dir: Path = option(
+        MISSING, "data, checkpoints, metrics, report and the exported model (demo: %(demo)s)"
+    )
+    mesh: MeshShape = option(
+        MeshShape(),
+        "or data=2,fsdp=4,model=2; -1 is the rest; emulated on a CPU (default: %(default)s)",
+        metavar="DATAxMODEL",
+        convert=parse_mesh,
+        group="machine",
+    )
+    dtype: Literal["float32", "bfloat16"] | None = option(
+        None, "dtype of the frozen weights (default: bfloat16 on accelerators, float32 on a CPU)"
+    )
+    """The arithmetic's too; the delta and its moments are always float32."""
+    remat: Remat = option("mlp", "what the backward pass recomputes (%(default)s; demo: %(demo)s)")
+    shard_sequence: bool = option(
+        False, "split kept activations along the sequence over model, for long rows"
+    )
+    attention: Implementation | None = option(
+        None, "implementation of attention (default: the one for the device)"
+    )
+    batch_size: int = steering(
+        8,
+        "rows in an optimiser step, over all devices (default: %(default)s)",
+        group="optimisation",
+        at_least=1,
+    )
+    gradient_accumulation_steps: int = option(
+        1, "micro-batches that a step is divided into (default: %(default)s)", at_least=1
+    )
+    max_steps: int | None = option(
+        None, "optimiser steps (default: --num-train-epochs; demo: %(demo)s)", at_least=1
+    )
+    num_train_epochs: int = option(1, "passes over the data (default: %(default)s)", at_least=1)
+    learning_rate: float = steering(2e-4, "peak (default: %(default)s; demo: %(demo)s)")
+    lr_schedule: Schedule = steering("linear", "after the warm-up (default: %(default)s)")
+    warmup_ratio: float = steering(0.05, "share of the steps that warm up (default: %(default)s)")
+    max_grad_norm: float = steering(
+        1.0, "gradients with a larger norm are scaled down (default: %(default)s)"
+    )
+    seed: int = steering(0, "seed of the data order (default: %(default)s)")
+    temperature: float = steering(
+        AUTHORS.temperature, "temperature of both softmaxes (default: %(default)s)", group="loss"
+    )
+    kl: Divergence = steering(
+        AUTHORS.divergence, "divergence of student and teacher (default: %(default)s)"
+    )
+    kl_top_k: int | None = steering(
+        None,
+        "compare the teacher's K likeliest tokens only (default: all)",
+        metavar="K",
+        at_least=1,
+    )
+    hidden_loss_weight: float = steering(
+        0.1, "weight of the hidden-state error (default: %(default)s)"
+    )
+    hidden_loss: HiddenLoss = steering(
+        "relative",
+        "hidden-state error of a token relative to the teacher's mean square, or as it is "
+        "(default: %(default)s)",
+        earlier="absolute",
+    )
+    hidden_loss_layer: int = steering(
+        AUTHORS.hidden_layer, "hidden state compared, as Hugging Face counts (default: %(default)s)"
+    )
+    """The hidden loss is 0 where that is not above the cut."""
+    loss_average: LossAverage = steering(
+        "targets",
+        "what the distillation loss of a step is divided by: its predicted targets, or all "
+        "its positions (default: %(default)s)",
+        earlier="targets",
+    )
+    loss_mask: LossMask = steering(
+        "shifted",
+        "predictions that count: those of targets, or with unshifted those at targets "
+        "(default: %(default)s)",
+        earlier="shifted",
+    )
+    padding: Padding = steering(
+        "separate",
+        "the end of a row that no document fills: counted nowhere, or joined to the last "
+        "document (default: %(default)s)",
+        earlier="separate",
+    )
+    resume: Resume = option(
+        "auto",
+        "auto, must, never, or a step to continue from (default: %(default)s)",
+        metavar="WHEN",
+        parse=parse_resume,
+        group="checkpoints and reports",
+    )
+    save_steps: int = option(
+        200, "steps between checkpoints (default: %(default)s; demo: %(demo)s)", at_least=1
+    )
+    save_total_limit: int = option(
+        3, "newest checkpoints kept, and the best (default: %(default)s)", at_least=1
+    )
+    logging_steps: int = option(10, "steps between metrics (default: %(default)s)", at_least=1)
+    report_to: tuple[str, ...] = option(
+        ("jsonl",),
+        "jsonl (always), tensorboard, wandb; separated by commas",
+        metavar="SINKS",
+        parse=str,
+        convert=parse_report_to,
+    )
+    profile_steps: str | None = option(
+        None, "trace these steps into OUTPUT_DIR/profile", metavar="FIRST:LAST"
+    )
+    eval_steps: int | None = option(
+        None,
+        "steps between evaluations on --eval-data (default: before the first and after the "
+        "last step)",
+        at_least=1,
+    )
+    eval_batches: int = option(
+        16, "batches of --eval-data used, of --batch-size (default: %(default)s)", at_least=1
+    )
+    early_stopping_patience: int | None = option(
+        None, "stop after N evaluations without a lower held-out loss", metavar="N", at_least=1
+    )
+    load_best_model_at_end: bool = option(
+        False, "export the state of the lowest held-out loss, not the last"
+    )
+    """That of step 0 is one of them."""
 
     def __post_init__(self):
-        for name in _AT_LEAST_ONE:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"`{name}`={value}: must be at least 1")
+        check_minimums(self)
         for name in ("learning_rate", "temperature", "max_grad_norm"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
@@ -234,66 +300,17 @@ class Recipe:
         )
 
 
-# Every field of `Recipe` is in one of these three.
-STEERING = (
-    "batch_size",
-    "max_length",
-    "learning_rate",
-    "lr_schedule",
-    "warmup_ratio",
-    "max_grad_norm",
-    "temperature",
-    "kl",
-    "kl_top_k",
-    "hidden_loss_weight",
-    "hidden_loss_layer",
-    "seed",
-)
-"""Fields that steer the updates: a run continues only with the same values (see
-`setup.fingerprint`)."""
-STEERING_LATER = {
-    "loss_average": "targets",
-    "loss_mask": "shifted",
-    "hidden_loss": "absolute",
-    "padding": "separate",
+STEERS: dict[str, Steers] = {
+    field.name: field.metadata["steers"]
+    for field in dataclasses.fields(Recipe)
+    if "steers" in field.metadata
 }
-"""Fields that steer the updates too, but are missing in the first checkpoints; each with the value
-that those were trained with."""
+"""The fields that steer the updates."""
+STEERING_LATER = {name: note.earlier for name, note in STEERS.items() if note.earlier is not None}
+"""Those that the first checkpoints lack, with the values that they were trained with."""
+STEERING = tuple(name for name in STEERS if name not in STEERING_LATER)
 UNRECORDED = STEERING_LATER | {name: getattr(Config, name) for name in CUT_FIELDS}
 """Values of settings that a checkpoint does not name."""
-NOT_STEERING = (
-    # Their results are in the fingerprint: weights, cut, data, number of steps.
-    "model",
-    "data",
-    *CUT_FIELDS,
-    "analysis",
-    "init",
-    "calibration_tokens",
-    "max_steps",
-    "num_train_epochs",
-    "max_unreadable_share",
-    "dtype",
-    # They change only rounding.
-    "mesh",
-    "gradient_accumulation_steps",
-    "remat",
-    "attention",
-    "shard_sequence",
-    # They choose what is saved, reported and exported.
-    "output_dir",
-    "eval_data",
-    "save_steps",
-    "save_total_limit",
-    "logging_steps",
-    "report_to",
-    "profile_steps",
-    "eval_steps",
-    "eval_batches",
-    "early_stopping_patience",
-    "load_best_model_at_end",
-    "resume",
-)
-"""Fields that may change when a run is continued."""
 
 DEMO = Recipe(
     model=str(demo.LLAMA),

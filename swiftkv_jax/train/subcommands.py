@@ -11,58 +11,27 @@ from typing import NamedTuple
 
 from .. import cli
 from ..cli import flags_elsewhere
-from ..cli.model_options import add_revision
-from . import analyze_arguments, calibrate_arguments
-from .recipe import Recipe
+from ..cli.fields import add_flags
+from . import analyze_options, calibrate_options
+from .analyze_options import AnalyzeOptions
+from .calibrate_options import add_calibrate_flags
+from .data.options import PrepareOptions, ShowOptions
+
+
+def add_analyze_flags(parser: argparse.ArgumentParser) -> None:
+    add_flags(parser, AnalyzeOptions)
 
 
 def add_prepare_flags(parser: argparse.ArgumentParser) -> None:
     """Tokenise and pack training data into folders, which --data accepts."""
-    flag = parser.add_argument
-    flag(
-        "--model",
-        required=True,
-        type=Path,
-        help="checkpoint whose tokenizer and chat template are used",
-    )
-    add_revision(parser)
-    flag(
-        "--data",
-        required=True,
-        action="append",
-        metavar="PATH[:WEIGHT]",
-        help="as for training; repeat to add more",
-    )
-    flag("--max-length", required=True, type=int, help="tokens in a packed row")
-    flag(
-        "--output-dir",
-        required=True,
-        type=Path,
-        metavar="FOLDER",
-        help="the new folder; with several --data, one that holds a folder for each: 0, 1, ...",
-    )
-    flag(
-        "--max-unreadable-share",
-        type=float,
-        default=Recipe.max_unreadable_share,
-        help="share of unreadable rows in a source above which it stops (default: %(default)s)",
-    )
+    add_flags(parser, PrepareOptions)
 
 
 def add_show_flags(parser: argparse.ArgumentParser) -> None:
     """Print rows of prepared data. Text to be predicted is green on a terminal, and in [[...]]
     elsewhere."""
     parser.add_argument("folder", type=Path, help="folder of prepared data")
-    parser.add_argument(
-        "--model",
-        required=True,
-        type=Path,
-        help="checkpoint whose tokenizer the data was prepared with",
-    )
-    add_revision(parser)
-    parser.add_argument(
-        "--rows", type=int, default=3, help="number of rows, from the first (default: %(default)s)"
-    )
+    add_flags(parser, ShowOptions)
 
 
 def add_report_flags(parser: argparse.ArgumentParser) -> None:
@@ -83,12 +52,8 @@ class Subcommand(NamedTuple):
 
 
 SUBCOMMANDS = {
-    "analyze": Subcommand(
-        analyze_arguments.__doc__, analyze_arguments.add_flags, "analysis.analyze"
-    ),
-    "calibrate": Subcommand(
-        calibrate_arguments.__doc__, calibrate_arguments.add_flags, "calibrate"
-    ),
+    "analyze": Subcommand(analyze_options.__doc__, add_analyze_flags, "analysis.analyze"),
+    "calibrate": Subcommand(calibrate_options.__doc__, add_calibrate_flags, "calibrate"),
     "prepare": Subcommand(add_prepare_flags.__doc__, add_prepare_flags, "data.commands", "prepare"),
     "show": Subcommand(add_show_flags.__doc__, add_show_flags, "data.commands", "show"),
     "report": Subcommand(add_report_flags.__doc__, add_report_flags, "report.report"),

@@ -18,7 +18,8 @@ from huggingface_hub import constants
 import swiftkv_jax as skv
 from swiftkv_jax import CheckpointError, cli, convert
 from swiftkv_jax.checkpoints.hub import local_path, repository_of
-from swiftkv_jax.cli.model_options import ModelOptions, add_model_arguments
+from swiftkv_jax.cli.fields import add_flags
+from swiftkv_jax.cli.model_options import ModelOptions
 from swiftkv_jax.errors import UsageError
 from tests.checkpoints.hf_models import TIED, UNTIED, assert_same_models
 from tests.checkpoints.hub_server import TOKEN, Hub, add, commit_of, hub_with, set_endpoint
@@ -121,7 +122,7 @@ def test_what_is_spelled_like_a_path_is_not_looked_up(path, server, capsys):
     assert convert.main(["inspect", path]) == cli.BAD_CHECKPOINT
     assert capsys.readouterr().err == f"error: {path}: no such file or directory\n"
     parser = argparse.ArgumentParser()
-    add_model_arguments(parser)
+    add_flags(parser, ModelOptions)
     options = ModelOptions.from_args(parser.parse_args(["-m", path]))
     with pytest.raises(CheckpointError, match=f"^{re.escape(path)}: no such file or directory$"):
         _ = options.path

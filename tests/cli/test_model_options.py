@@ -9,8 +9,9 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax import demo
+from swiftkv_jax.cli.fields import add_flags
 from swiftkv_jax.cli.model_loading import load_model, read_model
-from swiftkv_jax.cli.model_options import ModelOptions, add_model_arguments
+from swiftkv_jax.cli.model_options import ModelOptions
 from swiftkv_jax.errors import CheckpointError, UsageError
 from swiftkv_jax.model.mesh import MeshShape
 
@@ -19,13 +20,13 @@ STUDENT = Path(__file__).parents[1] / "fixtures" / "llama-init-4of8-group1"
 
 def options(*argv: str) -> ModelOptions:
     parser = argparse.ArgumentParser()
-    add_model_arguments(parser)
+    add_flags(parser, ModelOptions)
     return ModelOptions.from_args(parser.parse_args(argv))
 
 
 def test_every_field_has_an_argument():
     parser = argparse.ArgumentParser()
-    add_model_arguments(parser)
+    add_flags(parser, ModelOptions)
     names = {action.dest for action in parser._actions if action.dest != "help"}
     assert names == {field.name for field in dataclasses.fields(ModelOptions)}
     assert all(action.help for action in parser._actions)
@@ -45,11 +46,11 @@ def test_arguments_become_fields():
     )
     assert found == ModelOptions(
         "x",
-        "off",
-        "bfloat16",
-        "int8",
-        MeshShape(data=2, model=4),
-        "xla",
+        swiftkv="off",
+        dtype="bfloat16",
+        quantization="int8",
+        mesh=MeshShape(data=2, model=4),
+        attention="xla",
         coordinator_address="h:1",
         num_processes=2,
         process_id=0,
@@ -57,13 +58,6 @@ def test_arguments_become_fields():
     assert found.uses_swiftkv is False
     with pytest.raises(UsageError, match="2by4"):
         options("--mesh", "2by4")
-
-
-def test_a_model_that_has_no_default_is_required():
-    parser = argparse.ArgumentParser()
-    add_model_arguments(parser, demo=False)
-    with pytest.raises(SystemExit):
-        parser.parse_args([])
 
 
 def test_a_model_is_loaded_and_described(caplog):

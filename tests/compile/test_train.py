@@ -50,7 +50,9 @@ RUNS: dict[
 @pytest.mark.parametrize("name", RUNS)
 def test_it_fits_as_planned(name):
     config, topology, shape, rows, remat = RUNS[name]
-    recipe = Recipe("", (), Path(), mesh=parse_mesh(shape), batch_size=rows, remat=remat)
+    recipe = Recipe(
+        model="", data=(), output_dir=Path(), mesh=parse_mesh(shape), batch_size=rows, remat=remat
+    )
     mesh, dtype = topology_mesh(topology, recipe.mesh), jnp.dtype(jnp.bfloat16)
     compiled, kernels = with_kernels(lower_step(recipe, config, mesh, dtype))
     hardware = hardware_of(mesh.devices.flat[0].device_kind)
@@ -87,7 +89,7 @@ CALIBRATIONS: dict[str, tuple[Config, str, str, int]] = {
 @pytest.mark.parametrize("name", CALIBRATIONS)
 def test_a_calibration_fits_as_planned(name):
     config, topology, shape, rows = CALIBRATIONS[name]
-    recipe = Recipe("", (), Path(), mesh=parse_mesh(shape), batch_size=rows)
+    recipe = Recipe(model="", data=(), output_dir=Path(), mesh=parse_mesh(shape), batch_size=rows)
     mesh, dtype = topology_mesh(topology, recipe.mesh), jnp.dtype(jnp.bfloat16)
     compiled, kernels = with_kernels(calibration_plan.lower_batch(recipe, config, mesh, dtype))
     figures: Any = compiled.memory_analysis()
@@ -118,7 +120,7 @@ def test_the_pass_for_the_scale_of_queries_needs_less(name):
     """Than the pass before it, whose memory the plan states."""
     config, topology, shape, rows = SCALES[name]
     config = dataclasses.replace(config, key_value_group_size=4, generated_kv="own", exact_tail=64)
-    recipe = Recipe("", (), Path(), mesh=parse_mesh(shape), batch_size=rows)
+    recipe = Recipe(model="", data=(), output_dir=Path(), mesh=parse_mesh(shape), batch_size=rows)
     mesh, dtype = topology_mesh(topology, recipe.mesh), jnp.dtype(jnp.bfloat16)
     lowered = calibration_plan.lower_query_scale(recipe, config, mesh, dtype)
     figures: Any = lowered.compile().memory_analysis()

@@ -211,7 +211,7 @@ def test_loopback(host, loopback):
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_hosts_that_are_allowed_are_added_to_the_own(host):
     parser = argparse.ArgumentParser()
-    arguments.add_flags(parser)
+    arguments.add_arguments(parser)
     words = ["--host", host, "--insecure", "--allowed-hosts", "a.example,b.example"]
     allowed = command.server_options(parser.parse_args(words)).allowed_hosts or ()
     assert {"a.example", "b.example", "127.0.0.1", "localhost", host} <= set(allowed)
@@ -234,6 +234,6 @@ def test_flags_of_the_deployment_examples():
     served = [words for words in commands if words[:3] == ["swiftkv", "infer", "serve"]]
     assert len(served) == 5
     parser = argparse.ArgumentParser(exit_on_error=False)
-    arguments.add_flags(parser)
+    arguments.add_arguments(parser)
     for words in served:
         assert parser.parse_args(words[3:]).host == "0.0.0.0"

@@ -204,7 +204,7 @@ def test_without_matplotlib_there_is_no_picture(tmp_path, monkeypatch, log):
         CONFIG, LLAMA, BATCHES, [(5, 1)], prompt_length=9, attention=Attention(), init="leader"
     )
     monkeypatch.setattr(analyze, "matplotlib_missing", lambda: "pip install it")
-    options = analyze.AnalyzeOptions(None, (), output_dir=tmp_path)
+    options = analyze.AnalyzeOptions(groups="1", output_dir=tmp_path)
     found = analyze.Findings(analysis, None, 6, analyze.settle(options))
     analyze.write(found, options)
     assert [file.name for file in tmp_path.iterdir()] == ["analysis.json"]

@@ -18,7 +18,7 @@ from swiftkv_jax.train.analysis.analyze import recorded_options
 from swiftkv_jax.train.analysis.chosen_cut import with_cut
 from swiftkv_jax.train.analysis.given_analysis import read_analysis, warn_over_budget, with_analysis
 from swiftkv_jax.train.analysis.recommendation import Budget, recommend
-from swiftkv_jax.train.arguments import make_recipe
+from swiftkv_jax.train.arguments import make_options
 from swiftkv_jax.train.recipe import DEMO, Recipe
 from tests.train.test_recommendation import CUTS, MANY, cut
 
@@ -322,8 +322,8 @@ def test_a_student_that_loses_more_than_its_cut_was_chosen_for(lost, layers, war
 
 
 def test_an_analysis_replaces_the_cut_of_the_demo():
-    args: Any = SimpleNamespace(analysis="runs/a", model=None, revision=None, data=None)
-    recipe = make_recipe(args, {"analysis": "runs/a"}, demo=DEMO, command="training")
+    given = {"analysis": "runs/a"}
+    recipe = make_options(given, demo=DEMO, command="training", dry_run=False)
     assert recipe.num_key_value_layers is None and recipe.analysis == "runs/a"
 
 

@@ -23,18 +23,20 @@ import argparse
 import math
 from pathlib import Path
 
-from ...cli.model_options import add_model_arguments
+from ...cli import token_count
+from ...cli.fields import add_flags
+from ...cli.model_options import ModelOptions
 from ...plan.presets import PRESETS
-from ..commands.engine_options import add_engine_arguments, token_count
+from ..engine.options import EngineOptions
 from .cells import MODES, STUDENT, TEACHER
 
 VARIANTS = {"on": STUDENT, "off": TEACHER}
 """Values of --swiftkv, and the variants that they measure."""
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("mode", choices=MODES, help="what to measure: see above")
-    add_model_arguments(parser)
+    add_flags(parser, ModelOptions)
     add = parser.add_argument_group(
         "what to measure", conflict_handler="resolve"
     ).add_argument  # its own --swiftkv
@@ -144,7 +146,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="every raw number, and what was measured where",
     )
     add("--plot", type=Path, metavar="PNG", help="chart of the table; needs matplotlib")
-    add_engine_arguments(parser)
+    add_flags(parser, EngineOptions)
 
 
 def _variants(text: str) -> list[str]:

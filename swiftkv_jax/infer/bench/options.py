@@ -7,9 +7,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from ...cli.fields import given
 from ...cli.model_options import ModelOptions
 from ...errors import UsageError
-from ..commands.engine_options import given_engine_options
 from ..engine.options import EngineOptions
 from .cells import QUEUED, STUDENT, TEACHER, Cell, Mode, make_cells
 
@@ -52,7 +52,7 @@ class BenchOptions:
         model = dataclasses.replace(ModelOptions.from_args(args), swiftkv="auto")
         return cls(
             model=model,
-            engine=given_engine_options(args),
+            engine=given(EngineOptions, args),
             variants=tuple(args.swiftkv or (STUDENT, TEACHER)),
             **{name: getattr(args, name) for name in names},
         )

@@ -15,10 +15,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..commands.engine_options import token_count
+from ...cli import token_count
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--base-url", default="http://127.0.0.1:8000", help="server (default: %(default)s)")
     add("--api-key", metavar="KEY", help="a key of the server")

@@ -17,6 +17,7 @@ import jax
 from ...checkpoints.auxiliary import has_tokenizer
 from ...checkpoints.tokenizer import has_chat_template
 from ...cli import OK
+from ...cli.fields import given
 from ...cli.model_loading import load_model, open_model
 from ...cli.model_options import ModelOptions
 from ...errors import DataError, UsageError
@@ -28,10 +29,9 @@ from ..engine.options import EngineOptions
 from ..engine.requests import Request, RequestOutput
 from ..engine.sampling_params import SamplingParams
 from ..text import TextStream, encode_chat
-from .chat_arguments import LINES
+from .chat_arguments import LINES, MAX_TOKENS, ChatOptions
 from .chat_template import PACKAGED_TEMPLATE, chat_template_text, set_chat_template
-from .engine_options import given_engine_options
-from .sampling_options import given_sampling_params, sampling_params
+from .sampling_options import sampling_params
 from .start import start_engine
 
 logger = logging.getLogger(__name__)
@@ -42,11 +42,13 @@ Message = dict[str, str]
 
 def main(args: argparse.Namespace) -> int:
     model_options = ModelOptions.from_args(args)
-    engine_fields, sampling_fields = given_engine_options(args), given_sampling_params(args)
+    command, engine_fields = ChatOptions(**given(ChatOptions, args)), given(EngineOptions, args)
+    sampling_fields: dict[str, Any] = {"max_tokens": MAX_TOKENS}
+    sampling_fields |= given(SamplingParams, args)
     # Mistakes in the command line end the run before weights are read.
     SamplingParams(**sampling_fields)
     EngineOptions(**engine_fields)
-    file = args.chat_template
+    file = command.chat_template
     if file is None and model_options.model is None:
         file = Path(PACKAGED_TEMPLATE)  # the demo model has none
     template = None if file is None else chat_template_text(file)
@@ -72,7 +74,7 @@ def main(args: argparse.Namespace) -> int:
     logger.info(
         "/reset forgets the conversation, /exit ends it, Ctrl-C stops a reply; /help lists the rest"
     )
-    Chat(engine, tokenizer, params, args.system_prompt).loop()
+    Chat(engine, tokenizer, params, command.system_prompt).loop()
     return OK
 
 

@@ -14,22 +14,32 @@ commands; //text sends /text:
 from __future__ import annotations
 
 import argparse
+import dataclasses
+from pathlib import Path
 
-from ...cli.model_options import add_model_arguments
-from .chat_template import add_chat_template_argument
-from .engine_options import add_engine_arguments
-from .sampling_options import add_sampling_arguments
+from ...cli.fields import add_flags, group, option
+from ...cli.model_options import ModelOptions
+from ..engine.options import EngineOptions
+from ..engine.sampling_params import SamplingParams
+from .chat_template import chat_template
 
+MAX_TOKENS = 512
+"""`SamplingParams.max_tokens` of a chat."""
 LINES = (__doc__ or "").partition(":\n\n")[2].rstrip()
 """The lines that begin with /, for people."""
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser.add_argument_group("model"))
-    conversation = parser.add_argument_group("conversation")
-    add_chat_template_argument(conversation)
-    conversation.add_argument(
-        "--system-prompt", metavar="TEXT", help="first message of every conversation"
-    )
-    add_sampling_arguments(parser.add_argument_group("sampling"), max_tokens=512)
-    add_engine_arguments(parser.add_argument_group("engine"))
+@dataclasses.dataclass(frozen=True)
+class ChatOptions:
+    """The options of the command, beyond those of the model, the sampling and the engine."""
+
+    chat_template: Path | None = chat_template()
+    system_prompt: str | None = option(None, "first message of every conversation", metavar="TEXT")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_flags(group(parser, "model"), ModelOptions)
+    add_flags(group(parser, "conversation"), ChatOptions)
+    shown, left_out = {"max_tokens": MAX_TOKENS}, ("n", "logprobs")
+    add_flags(group(parser, "sampling"), SamplingParams, shown=shown, leave_out=left_out)
+    add_flags(group(parser, "engine"), EngineOptions)

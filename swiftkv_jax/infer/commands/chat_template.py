@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
+import functools
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ...cli.fields import option
 from ...errors import DataError, UsageError, reason_of
 from ...text.chat_template import render_chat
 
 PACKAGED_TEMPLATE = "plain"
 """Name of the chat template that is packaged."""
 
-
-def add_chat_template_argument(parser: argparse._ActionsContainer) -> None:
-    """Add the flag --chat-template."""
-    parser.add_argument(
-        "--chat-template",
-        type=Path,
-        metavar="FILE",
-        help="Jinja template that replaces the checkpoint's; `plain` is one that is packaged, "
-        "which writes a conversation as plain text",
-    )
+chat_template = functools.partial(
+    option,
+    None,
+    "Jinja template that replaces the checkpoint's; `plain` is one that is packaged, which writes "
+    "a conversation as plain text",
+    metavar="FILE",
+)
 
 
 def chat_template_text(file: Path) -> str:

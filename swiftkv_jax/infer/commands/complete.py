@@ -8,15 +8,13 @@ import hashlib
 import itertools
 import json
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
 from ... import cli
+from ...cli.fields import given
 from ...cli.model_loading import load_model
 from ...cli.model_options import ModelOptions
 from ...errors import UsageError
@@ -28,60 +26,21 @@ from ..engine.requests import Request
 from ..engine.sampling_params import SamplingParams
 from .batch import Row, read_rows, run_rows
 from .chat_template import chat_template_text, set_chat_template
-from .complete_arguments import DEMO_PROMPT, DEMO_SAMPLING
-from .engine_options import given_engine_options
+from .complete_arguments import DEMO_PROMPT, DEMO_SAMPLING, CompleteOptions
 from .output import (
     JsonLinesWriter,
-    OutputOptions,
     TextWriter,
     log_complete,
+    open_output,
     open_writer,
 )
-from .prompts import PromptReader, read_text
+from .prompts import PromptReader
 from .results import Completions
 from .resume import output_settings
-from .sampling_options import given_sampling_params, sampling_params
+from .sampling_options import sampling_params
 from .start import start_engine
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class PromptOptions:
-    """Source of the prompts; at most one is set."""
-
-    stdin: str | None = None
-    """`-`: standard input is one prompt."""
-    prompt: list[str] | None = None
-    prompt_file: Path | None = None
-    """A file that is one prompt."""
-    input: Path | None = None
-    """A file of rows."""
-
-    @property
-    def is_demo(self) -> bool:
-        """Whether there is no source."""
-        return all(value is None for value in vars(self).values())
-
-    def check(self, model: str | os.PathLike[str] | None) -> None:
-        """Raise `UsageError` for several sources, or for none with a `model` of the user's."""
-        if sum(value is not None for value in vars(self).values()) > 1:
-            raise UsageError("give one of --prompt, --prompt-file, --input and -")
-        if self.is_demo and model is not None:
-            raise UsageError("nothing to generate from: give --prompt, --prompt-file, --input or -")
-
-    def read(self) -> list[str]:
-        """Read the prompts, all but those of `input`. Raises `UsageError` and `DataError`."""
-        if self.stdin:
-            if jax.process_count() > 1:
-                raise UsageError(
-                    "-: standard input is that of one process, and there are several; use "
-                    "`prompt_file`"
-                )
-            return [sys.stdin.read()]
-        if self.prompt_file is not None:
-            return [read_text(self.prompt_file)]
-        return self.prompt or [DEMO_PROMPT]
 
 
 class Workload(NamedTuple):
@@ -98,26 +57,27 @@ class Workload(NamedTuple):
 
 def main(args: argparse.Namespace) -> int:
     model_options = ModelOptions.from_args(args)
-    prompts = PromptOptions(args.stdin, args.prompt, args.prompt_file, args.input)
-    outputs = OutputOptions(args.output, args.resume)
-    engine_fields, sampling_fields = given_engine_options(args), given_sampling_params(args)
+    command = CompleteOptions(args.stdin, **given(CompleteOptions, args))
+    engine_fields, sampling_fields = given(EngineOptions, args), given(SamplingParams, args)
     # Mistakes in the command line end the run before weights are read.
     SamplingParams(**sampling_fields)
     EngineOptions(**engine_fields)
-    prompts.check(model_options.model)
-    if args.logprobs is not None and args.input is None and args.output is None:
+    command.check(model_options.model)
+    if "logprobs" in sampling_fields and command.input is None and command.output is None:
         raise UsageError("`logprobs` goes with `output` or `input`: text has no place for them")
-    scanned = scan(prompts.input) if prompts.input is not None else None
-    template = None if args.chat_template is None else chat_template_text(args.chat_template)
-    file = outputs.open()
+    scanned = scan(command.input) if command.input is not None else None
+    template = None
+    if command.chat_template is not None:
+        template = chat_template_text(command.chat_template)
+    file = open_output(command.output, resume=command.resume)
 
     model, mesh = load_model(model_options)
     if template is not None:
-        set_chat_template(model.tokenizer, template, str(args.chat_template))
-    if prompts.is_demo:
+        set_chat_template(model.tokenizer, template, str(command.chat_template))
+    if command.is_demo:
         sampling_fields = DEMO_SAMPLING | sampling_fields
     params = sampling_params(sampling_fields, model)
-    if model.tokenizer is None and (params.stop or prompts.input is None):
+    if model.tokenizer is None and (params.stop or command.input is None):
         raise UsageError(
             "this checkpoint has no tokenizer: give prompt_token_ids with `input`, and leave out "
             "`stop`"
@@ -126,12 +86,12 @@ def main(args: argparse.Namespace) -> int:
         config = model.config.at_length(model.config.max_position_embeddings)
         model = dataclasses.replace(model, config=config)
     reader = PromptReader(model.tokenizer, params)
-    if scanned is not None and prompts.input is not None:
+    if scanned is not None and command.input is not None:
         options = EngineOptions(**engine_fields)
-        work = _file_workload(prompts.input, reader, model, options, *scanned)
+        work = _file_workload(command.input, reader, model, options, *scanned)
     else:
-        stream = args.stream and file is None
-        work = _prompt_workload(prompts.read(), reader, model, engine_fields, stream=stream)
+        stream = command.stream and file is None
+        work = _prompt_workload(command.read(), reader, model, engine_fields, stream=stream)
     settings = {}
     if file is not None:
         settings = output_settings(
@@ -150,12 +110,12 @@ def main(args: argparse.Namespace) -> int:
     engine = start_engine(model, mesh, work.options, model_options)
     del model  # the engine has its own copy of the layers: memory for one, not two
 
-    if prompts.input is not None:
+    if command.input is not None:
         writer = JsonLinesWriter(sys.stdout.buffer)
     else:
-        prefix = DEMO_PROMPT if prompts.is_demo else ""
+        prefix = DEMO_PROMPT if command.is_demo else ""
         writer = TextWriter(sys.stdout, _texts, stream=work.stream, prefix=prefix)
-    progress = prompts.input is not None
+    progress = command.input is not None
     with open_writer(writer, file, settings, total=work.num_rows, progress=progress) as rows:
         run_rows(engine, work.rows(rows.done), rows, in_flight=2 * work.options.max_num_seqs)
     if summary := rows.throughput.summary(engine):

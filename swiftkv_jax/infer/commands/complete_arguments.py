@@ -27,14 +27,19 @@ Without a prompt the demo model continues "def read_lines(path):", with --temper
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
-from ...cli.model_options import add_model_arguments
-from .chat_template import add_chat_template_argument
-from .engine_options import add_engine_arguments
-from .output_options import add_output_arguments
-from .sampling_options import add_result_arguments, add_sampling_arguments
+from ...cli.fields import add_flags, group, option
+from ...cli.model_options import ModelOptions
+from ...errors import DataError, UsageError
+from ..engine.options import EngineOptions
+from ..engine.sampling_params import SamplingParams
+from .chat_template import chat_template
+from .output_options import output, resume
 
 DEMO_PROMPT = "def read_lines(path):"
 DEMO_SAMPLING: dict[str, Any] = {
@@ -46,41 +51,84 @@ DEMO_SAMPLING: dict[str, Any] = {
 text of a model this small repeats itself."""
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser.add_argument_group("model"))
-    prompts = parser.add_argument_group("prompts and output")
-    add = prompts.add_argument
-    add(
-        "stdin",
-        nargs="?",
-        type=_dash,
-        metavar="-",
-        help="- reads one prompt from standard input",
+@dataclasses.dataclass(frozen=True)
+class CompleteOptions:
+    """The options of the command, beyond those of the model, the sampling and the engine. At most
+    one source of prompts is set."""
+
+    stdin: str | None = None
+    """`-`: standard input is one prompt."""
+    prompt: tuple[str, ...] = option(
+        (), "a prompt; repeat to add more", metavar="TEXT", names=("--prompt", "-p")
     )
-    add("--prompt", "-p", action="append", metavar="TEXT", help="a prompt; repeat to add more")
-    add("--prompt-file", "-f", type=Path, metavar="FILE", help="a file as one prompt")
-    add(
-        "--input",
-        "-i",
-        type=Path,
+    prompt_file: Path | None = option(
+        None, "a file as one prompt", metavar="FILE", names=("--prompt-file", "-f")
+    )
+    input: Path | None = option(
+        None,
+        'rows {"id"?, "prompt" | "prompt_token_ids" | "messages", ...}',
         metavar="JSONL",
-        help='rows {"id"?, "prompt" | "prompt_token_ids" | "messages", ...}',
+        names=("--input", "-i"),
     )
-    add_chat_template_argument(prompts)
-    add_output_arguments(prompts, "standard output, as text unless there is --input")
-    add(
-        "--stream",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="print text as it comes (default: yes)",
+    chat_template: Path | None = chat_template()
+    output: Path | None = output()
+    resume: bool = resume()
+    stream: bool = option(True, "print text as it comes (default: yes)")
+
+    @property
+    def _sources(self) -> list[Any]:
+        sources = self.stdin, self.prompt, self.prompt_file, self.input
+        return [source for source in sources if source]
+
+    @property
+    def is_demo(self) -> bool:
+        """Whether there is no source."""
+        return not self._sources
+
+    def check(self, model: str | os.PathLike[str] | None) -> None:
+        """Raise `UsageError` for several sources, or for none with a `model` of the user's."""
+        if len(self._sources) > 1:
+            raise UsageError("give one of --prompt, --prompt-file, --input and -")
+        if self.is_demo and model is not None:
+            raise UsageError("nothing to generate from: give --prompt, --prompt-file, --input or -")
+
+    def read(self) -> list[str]:
+        """Read the prompts, all but those of `input`. Raises `UsageError` and `DataError`."""
+        if self.stdin:
+            import jax
+
+            if jax.process_count() > 1:
+                raise UsageError(
+                    "-: standard input is that of one process, and there are several; use "
+                    "`prompt_file`"
+                )
+            return [sys.stdin.read()]
+        if self.prompt_file is not None:
+            return [read_text(self.prompt_file)]
+        return list(self.prompt) or [DEMO_PROMPT]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_flags(group(parser, "model"), ModelOptions)
+    prompts = group(parser, "prompts and output")
+    prompts.add_argument(
+        "stdin", nargs="?", type=_dash, metavar="-", help="- reads one prompt from standard input"
     )
-    sampling = parser.add_argument_group("sampling")
-    add_sampling_arguments(sampling, max_tokens=128)
-    add_result_arguments(sampling)
-    add_engine_arguments(parser.add_argument_group("engine"))
+    shown = {"output": "standard output, as text unless there is --input"}
+    add_flags(prompts, CompleteOptions, shown=shown)
+    add_flags(group(parser, "sampling"), SamplingParams)
+    add_flags(group(parser, "engine"), EngineOptions)
 
 
 def _dash(text: str) -> str:
     if text != "-":
         raise argparse.ArgumentTypeError(f"{text!r} belongs to no flag: prompts go after --prompt")
     return text
+
+
+def read_text(path: Path) -> str:
+    """Read a file as one prompt. Raises `DataError` if it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from error

@@ -4,7 +4,6 @@ ended first."""
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import time
@@ -25,21 +24,12 @@ logger = logging.getLogger(__name__)
 MAX_ERRORS_SHOWN = 10
 
 
-@dataclasses.dataclass(frozen=True)
-class OutputOptions:
-    """Destination of the rows of output."""
-
-    path: Path | None
-    """File for JSON lines; None is standard output."""
-    resume: bool = False
-    """Continue the file of an interrupted run."""
-
-    def open(self) -> OutputFile | None:
-        """The output file, None for standard output. Raises `UsageError` if something is in its
-        way."""
-        if self.resume and not self.path:
-            raise UsageError("`resume` goes with `output`: there is nothing else to go on with")
-        return OutputFile(self.path, resume=self.resume) if self.path else None
+def open_output(path: Path | None, *, resume: bool) -> OutputFile | None:
+    """The output file, which continues that of an interrupted run with `resume`; None for standard
+    output. Raises `UsageError` if something is in its way."""
+    if resume and path is None:
+        raise UsageError("`resume` goes with `output`: there is nothing else to go on with")
+    return None if path is None else OutputFile(path, resume=resume)
 
 
 def log_complete(file: OutputFile, settings: dict[str, Any]) -> int:

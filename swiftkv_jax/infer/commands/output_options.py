@@ -1,23 +1,16 @@
-"""Flags for `output.OutputOptions`."""
+"""Options of the commands that write rows."""
 
-from __future__ import annotations
+import functools
 
-import argparse
-from pathlib import Path
+from ...cli.fields import option
 
-
-def add_output_arguments(parser: argparse._ActionsContainer, default: str) -> None:
-    """Add the flags of every command that writes rows."""
-    add = parser.add_argument
-    add(
-        "--output",
-        "-o",
-        type=Path,
-        metavar="JSONL",
-        help=f"a row per row of input, in its order (default: {default})",
-    )
-    add(
-        "--resume",
-        action="store_true",
-        help="continue the --output of an interrupted run, if there is one",
-    )
+output = functools.partial(
+    option,
+    None,
+    "a row per row of input, in its order (default: %(default)s)",
+    metavar="JSONL",
+    names=("--output", "-o"),
+)
+resume = functools.partial(
+    option, False, "continue the --output of an interrupted run, if there is one"
+)

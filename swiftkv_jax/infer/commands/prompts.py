@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from ...errors import DataError, UsageError
+from ...errors import UsageError
 from ...text.special_tokens import brought_first_token
 from ..engine.requests import Request
 from ..engine.sampling_params import SamplingParams
@@ -24,14 +23,6 @@ SOURCES = ("prompt", "prompt_token_ids", "messages")
 URLS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 ENVELOPE = {"model", "user", "metadata", "store", "stream", "stream_options", "service_tier"}
 """Fields of a request to a server that do not change its tokens."""
-
-
-def read_text(path: Path) -> str:
-    """Read a file as one prompt. Raises `DataError` if it is not UTF-8."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from error
 
 
 class PromptReader:

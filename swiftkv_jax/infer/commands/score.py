@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from ... import cli
+from ...cli.fields import given
 from ...cli.model_loading import load_model
 from ...cli.model_options import ModelOptions
 from ...errors import DataError, UsageError
@@ -17,9 +18,9 @@ from ..engine.options import EngineOptions
 from ..engine.requests import RequestOutput, ScoreRequest, Timing
 from ..text import encode, encode_pair
 from .batch import read_rows, run_rows
-from .engine_options import given_engine_options
-from .output import JsonLinesWriter, OutputOptions, log_complete, open_writer
+from .output import JsonLinesWriter, log_complete, open_output, open_writer
 from .resume import output_settings
+from .score_arguments import ScoreOptions
 from .start import start_engine
 
 logger = logging.getLogger(__name__)
@@ -132,12 +133,13 @@ class Total:
 
 
 def main(args: argparse.Namespace) -> int:
-    model_options, engine_fields = ModelOptions.from_args(args), given_engine_options(args)
+    command = ScoreOptions(**given(ScoreOptions, args))
+    model_options, engine_fields = ModelOptions.from_args(args), given(EngineOptions, args)
     # Decoding is compiled as well, and not used: for one row that is quick.
     defaults: dict[str, Any] = {"max_num_seqs": 1, "scoring": True}
     options = EngineOptions(**defaults | engine_fields)
-    num_rows, digest = scan(args.input)
-    file = OutputOptions(args.output, args.resume).open()
+    num_rows, digest = scan(command.input)
+    file = open_output(command.output, resume=command.resume)
     model, mesh = load_model(model_options)
     settings = {}
     if file is not None:
@@ -163,7 +165,7 @@ def main(args: argparse.Namespace) -> int:
 
     total, writer = Total(), JsonLinesWriter(sys.stdout.buffer)
     with open_writer(writer, file, settings, total=num_rows, on_row=total.add) as rows:
-        run_rows(engine, read_rows(args.input, build, skip=rows.done), rows, in_flight=IN_FLIGHT)
+        run_rows(engine, read_rows(command.input, build, skip=rows.done), rows, in_flight=IN_FLIGHT)
     if summary := rows.throughput.summary(engine):
         logger.info(summary)
     logger.info(str(total))

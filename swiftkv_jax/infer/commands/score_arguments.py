@@ -21,16 +21,30 @@ Rows of output, in the order of the input, natural logarithms:
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 
-from ...cli.model_options import add_model_arguments
-from .engine_options import add_engine_arguments
-from .output_options import add_output_arguments
+from ...cli.fields import MISSING, add_flags, group, option
+from ...cli.model_options import ModelOptions
+from ..engine.options import EngineOptions
+from .output_options import output, resume
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser.add_argument_group("model"))
-    rows = 'rows {"context", "continuation"} or {"token_ids", "start"} or {"prompt"}'
-    parser.add_argument("--input", "-i", type=Path, metavar="JSONL", required=True, help=rows)
-    add_output_arguments(parser, "standard output")
-    add_engine_arguments(parser.add_argument_group("engine"))
+@dataclasses.dataclass(frozen=True)
+class ScoreOptions:
+    """The options of the command, beyond those of the model and the engine."""
+
+    input: Path = option(
+        MISSING,
+        'rows {"context", "continuation"} or {"token_ids", "start"} or {"prompt"}',
+        metavar="JSONL",
+        names=("--input", "-i"),
+    )
+    output: Path | None = output()
+    resume: bool = resume()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_flags(group(parser, "model"), ModelOptions)
+    add_flags(parser, ScoreOptions, shown={"output": "standard output"})
+    add_flags(group(parser, "engine"), EngineOptions)

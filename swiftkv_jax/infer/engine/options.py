@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+from ...cli import parse_size, token_count
+from ...cli.fields import option
 from ...errors import UsageError
-from ...model.config import GENERATED_KV, NO_OWN, GeneratedKV
-
-if TYPE_CHECKING:
-    from ...model.cache import KVCacheDtype
+from ...model.config import GENERATED_KV, NO_OWN, GeneratedKV, KVCacheDtype
 
 MAX_DECODE_STEPS = 128
+
+
+def parse_compiler_option(text: str) -> tuple[str, str | bool]:
+    """`"NAME=VALUE"` -> (name, value): `true` and `false` are bools, the rest is left to XLA.
+    Raises `UsageError`."""
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise UsageError(f"{text!r} is not NAME=VALUE")
+    bools = {"true": True, "false": False}
+    return name, bools.get(value.lower(), value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,49 +30,101 @@ class EngineOptions:
     Raises `UsageError` that names the option for a value out of range.
     """
 
-    max_model_len: int | None = None
-    """Most tokens of a sequence, prompt and new ones together; None is the model's
-    `max_position_embeddings`."""
-    max_num_seqs: int = 64
-    """Sequences that decode together, on all devices."""
-    max_num_batched_tokens: int | None = None
-    """Tokens of a prefill chunk on each data-parallel shard. At most `decode_steps` chunks run
-    before a decode call. A larger chunk delays decoding; with fewer than some hundreds of tokens a
-    device's arithmetic is not fully used. None is 2048, on a CPU 512."""
-    decode_steps: int = 8
-    """Tokens that each sequence decodes in one call, and the largest number of prefill chunks
-    before it. With fewer, tokens are returned sooner; with more, the host has less work."""
-    single_step_rows: int | None = 0
-    """Up to this many sequences, a call decodes one token of each, whatever `decode_steps` is: the
-    host keeps up with few sequences, and their tokens are returned one by one. Such calls have
-    separate programs. None is 32, on a CPU 0 for weights below 256 MiB."""
-    kv_cache_dtype: KVCacheDtype = "auto"
-    """Format of the KV cache: "auto" (the weights' dtype), "float32", "bfloat16", "fp8" or
-    "int8"."""
-    kv_cache_memory: int | None = None
-    """Bytes of KV cache on each device. None: the rest of `memory_utilization`; on a CPU, enough
-    for `max_num_seqs` sequences of `max_model_len`, at most a quarter of the machine's memory."""
-    memory_utilization: float = 0.9
-    """Share of the device memory that JAX may use, for weights, cache and temporaries together. On
-    a GPU JAX may use three quarters unless the environment variable XLA_CLIENT_MEM_FRACTION sets
-    another share."""
-    page_size: int = 128
-    """Positions of a page. Prefixes are shared in whole pages. The device kernels take multiples of
-    128."""
-    reserve_tokens: int = 512
-    """New tokens for which a sequence reserves pages at a time. When no page is left for the next
-    ones, the request that came last is preempted: it returns to the queue, and later runs its
-    prompt and its answer so far through prefill. Its output is unchanged. A request with several
-    samples reserves all of its `max_tokens`. With a smaller number more sequences run at once."""
-    enable_prefix_caching: bool = True
-    """Keep the pages of prompts and answers for later requests that begin with the same tokens.
-    Pages of tokens that keep their own keys and values are never shared."""
-    generated_kv: GeneratedKV | None = None
-    """Where a student's generated tokens, and a scored continuation, take their upper keys and
-    values from; None is the model's `Config.generated_kv`. Has no effect on a teacher, whose tokens
-    always have their own."""
-    exact_tail: int | None = None
-    """Tokens at a prompt's end that keep their own keys and values too; None is the model's."""
+    max_model_len: int | None = option(
+        None,
+        "most tokens of a sequence, prompt and answer together; 8k is 8192",
+        metavar="N",
+        names=("--max-model-len", "-c"),
+        parse=token_count,
+    )
+    """None is the model's `max_position_embeddings`."""
+    max_num_seqs: int = option(
+        64, "sequences that decode together (default: %(default)s)", metavar="N"
+    )
+    """On all devices."""
+    max_num_batched_tokens: int | None = option(
+        None,
+        "tokens of a chunk of prefill (default: 2k; on a CPU 512)",
+        metavar="N",
+        parse=token_count,
+    )
+    """On each data-parallel shard. At most `decode_steps` chunks run before a decode call. A larger
+    chunk delays decoding; with fewer than some hundreds of tokens a device's arithmetic is not
+    fully used."""
+    decode_steps: int = option(
+        8,
+        "tokens a sequence decodes in one call (default: %(default)s; 1 where text is printed "
+        "as it comes)",
+        metavar="N",
+    )
+    """Also the largest number of prefill chunks before such a call. With fewer, tokens are returned
+    sooner; with more, the host has less work."""
+    single_step_rows: int | None = option(
+        0,
+        "number of sequences up to which a call decodes one token each (default: %(default)s; "
+        "in the server 32, on a CPU 0 for weights below 256 MiB)",
+        metavar="N",
+    )
+    """The host keeps up with few sequences, and their tokens are returned one by one, whatever
+    `decode_steps` is. Such calls have separate programs. None is the server's default."""
+    kv_cache_dtype: KVCacheDtype = option(
+        "auto",
+        "fp8 and int8 hold twice the tokens of bfloat16 (default: the weights' type)",
+        parse=lambda name: "fp8" if name == "fp8_e4m3" else name,
+    )
+    """"auto" is the weights' dtype."""
+    kv_cache_memory: int | None = option(
+        None,
+        "size of the KV cache on each device, such as 24g (default: what is left)",
+        metavar="SIZE",
+        parse=parse_size,
+    )
+    """Bytes. None: the rest of `memory_utilization`; on a CPU, enough for `max_num_seqs` sequences
+    of `max_model_len`, at most a quarter of the machine's memory."""
+    memory_utilization: float = option(
+        0.9,
+        "share of the memory JAX may use, on a GPU 95 %% of it (default: %(default)s)",
+        metavar="SHARE",
+        names=("--memory-utilization", "--gpu-memory-utilization"),
+    )
+    """For weights, cache and temporaries together. On a GPU JAX may use three quarters unless the
+    environment variable XLA_CLIENT_MEM_FRACTION sets another share."""
+    page_size: int = option(
+        128,
+        "positions in a page of the KV cache (default: %(default)s)",
+        metavar="N",
+        names=("--page-size", "--block-size"),
+    )
+    """Prefixes are shared in whole pages. The device kernels take multiples of 128."""
+    reserve_tokens: int = option(
+        512,
+        "new tokens for which a sequence gets pages at a time (default: %(default)s)",
+        metavar="N",
+        parse=token_count,
+    )
+    """When no page is left for the next ones, the request that came last is preempted: it returns
+    to the queue, and later runs its prompt and its answer so far through prefill. Its output is
+    unchanged. A request with several samples reserves all of its `max_tokens`. With a smaller
+    number more sequences run at once."""
+    enable_prefix_caching: bool = option(
+        True,
+        "reuse the cache of prompts that begin with the same tokens (default: yes)",
+        names=("--enable-prefix-caching", "--prefix-caching"),
+    )
+    """Pages of tokens that keep their own keys and values are never shared."""
+    generated_kv: GeneratedKV | None = option(
+        None,
+        "own: generated tokens keep each upper layer's own keys and values (default: the "
+        "checkpoint's, or boundary)",
+    )
+    """So does a scored continuation. Has no effect on a teacher, whose tokens always have their
+    own."""
+    exact_tail: int | None = option(
+        None,
+        "with own: also the last N tokens of a prompt (default: the checkpoint's, or 0)",
+        metavar="N",
+        parse=token_count,
+    )
     scoring: bool = False
     """Compile the programs that a `ScoreRequest` needs."""
     structured_outputs: bool = False
@@ -76,11 +136,15 @@ class EngineOptions:
     one_size: bool = False
     """For an engine that serves one call: compile only the largest of the sizes that are None, and
     allocate no more KV cache than `max_num_seqs` sequences fill."""
-    compiler_options: Mapping[str, str | int | float | bool] = dataclasses.field(
-        default_factory=dict, hash=False
+    compiler_options: Mapping[str, str | int | float | bool] = option(
+        {},
+        "option of XLA for all programs, like xla_gpu_graph_min_graph_size=1; repeatable",
+        metavar="NAME=VALUE",
+        names=("--compiler-option",),
+        parse=parse_compiler_option,
     )
-    """XLA's options (fields of its `DebugOptions`) for all programs of the engine. A list is a
-    string with commas. XLA may change any of them between versions."""
+    """Fields of XLA's `DebugOptions`. A list is a string with commas. XLA may change any of them
+    between versions."""
 
     def __post_init__(self):
         for name, value in self.compiler_options.items():

@@ -4,13 +4,13 @@ adjusted. Imports no JAX."""
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import re
 from collections.abc import Mapping, Sequence
 from reprlib import repr as short
 from typing import Any
 
-import numpy as np
-
+from ...cli.fields import option
 from ...errors import UsageError
 
 MAX_SAMPLES = 16
@@ -63,6 +63,22 @@ _UNSUPPORTED = {
 }
 
 
+def parse_bias(text: str) -> tuple[int, float]:
+    """`"17=-100"` -> (17, -100.0). Raises `UsageError`."""
+    match = re.fullmatch(r"(\d{1,9})=(.+)", text)
+    try:
+        return int(match[1]), float(match[2])  # type: ignore[index]
+    except (TypeError, ValueError):
+        raise UsageError(f"{text!r} is not ID=VALUE, such as 17=-100") from None
+
+
+def parse_token_ids(text: str) -> tuple[int, ...]:
+    """`"2,13"` -> (2, 13). Raises `UsageError`."""
+    if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text):
+        raise UsageError(f"{text!r} is not a list of token ids, such as 2,13")
+    return tuple(int(token) for token in text.split(","))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to choose the tokens that follow one prompt. The defaults are greedy.
@@ -74,45 +90,65 @@ class SamplingParams:
     Raises `UsageError` (a `ValueError`) that names the parameter, its value and the range.
     """
 
-    max_tokens: int = 128
-    """Largest number of new tokens, including the end token."""
-    temperature: float = 0.0
-    """0 takes the likeliest token."""
-    top_k: int = 0
-    """Draw from the k likeliest tokens; 0 and -1 are off."""
-    top_p: float = 1.0
-    """Draw from the fewest tokens that hold this probability together; 1 is off, 0 leaves the
-    likeliest."""
-    min_p: float = 0.0
-    """Draw from the tokens at least this probable, relative to the likeliest; 0 is off."""
-    repetition_penalty: float = 1.0
-    """Divisor of the positive and factor of the negative logits of tokens that occur in the prompt
-    or the output; 1 is off."""
-    presence_penalty: float = 0.0
-    """Number subtracted from the logits of tokens that occur in the output; 0 is off."""
-    frequency_penalty: float = 0.0
-    """Number subtracted from a token's logit for each time it occurs in the output; 0 is off."""
-    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
-    """Numbers added to the logits of these token ids."""
-    seed: int = 0
-    """Seed of the draws. A draw depends on the seed, the request's `rng_stream`, the number of the
-    sample and the position, and on nothing else."""
-    n: int = 1
-    """Samples of each prompt."""
-    stop: tuple[str, ...] = ()
-    """Strings that end the text: before the first of them after `min_tokens`. Only callers that
-    turn tokens into text handle them (`generate`, the commands); an `Engine` sees only token ids
-    and does not stop."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the output as the model's own end tokens do."""
-    min_tokens: int = 0
-    """Fewest tokens before an end token or one of `stop_token_ids`."""
-    ignore_eos: bool = False
-    """Continue after the model's end tokens, up to `max_tokens`. `stop` and `stop_token_ids` still
-    end the output."""
-    logprobs: int | None = None
-    """Log-probabilities to return: None for none, 0 for the chosen token's, k for those of the k
-    likeliest as well."""
+    max_tokens: int = option(
+        128,
+        "most new tokens (default: %(default)s)",
+        metavar="N",
+        names=("--max-tokens", "--max-new-tokens"),
+    )
+    """Including the end token."""
+    min_tokens: int = option(
+        0, "no end token, and no stop string, before this many (default: %(default)s)", metavar="N"
+    )
+    temperature: float = option(
+        0.0,
+        "0 takes the likeliest token (default: generation_config.json's, or %(default)s)",
+        names=("--temperature", "--temp"),
+    )
+    top_k: int = option(0, "draw from the K likeliest tokens; 0 is off", metavar="K")
+    """-1 is off too."""
+    top_p: float = option(
+        1.0, "draw from the fewest tokens that hold probability P; 1 is off", metavar="P"
+    )
+    """0 leaves the likeliest."""
+    min_p: float = option(
+        0.0, "draw from tokens at least P times as likely as the likeliest; 0 is off", metavar="P"
+    )
+    repetition_penalty: float = option(
+        1.0,
+        "penalty of tokens in prompt or output; 1 is off",
+        metavar="R",
+        names=("--repetition-penalty", "--repeat-penalty"),
+    )
+    """Divisor of the positive and factor of the negative logits."""
+    presence_penalty: float = option(0.0, "penalty of tokens in the output; 0 is off", metavar="R")
+    """Number subtracted from the logits."""
+    frequency_penalty: float = option(
+        0.0, "penalty of tokens in the output, each time; 0 is off", metavar="R"
+    )
+    """Number subtracted from a token's logit for each time it occurs."""
+    logit_bias: Mapping[int, float] = option(
+        {}, "added to a token's logit; repeat to add more", metavar="ID=VALUE", parse=parse_bias
+    )
+    seed: int = option(0, "seed of the draws (default: %(default)s)")
+    """A draw depends on the seed, the request's `rng_stream`, the number of the sample and the
+    position, and on nothing else."""
+    stop: tuple[str, ...] = option((), "end before this text; repeat to add more", metavar="TEXT")
+    """The first of them after `min_tokens` ends the text. Only callers that turn tokens into text
+    handle them (`generate`, the commands); an `Engine` sees only token ids and does not stop."""
+    stop_token_ids: tuple[int, ...] = option(
+        (),
+        "tokens that end the text as the model's own end tokens do",
+        metavar="ID,...",
+        parse=parse_token_ids,
+    )
+    ignore_eos: bool = option(False, "go on after an end token")
+    """Up to `max_tokens`. `stop` and `stop_token_ids` still end the output."""
+    n: int = option(1, "samples of each prompt (default: %(default)s)", metavar="N")
+    logprobs: int | None = option(
+        None, "log-probabilities of the tokens, and of the K likeliest (default: none)", metavar="K"
+    )
+    """None for none, 0 for the chosen token's, k for those of the k likeliest as well."""
 
     def __post_init__(self):
         self._set("max_tokens", _integer("max_tokens", self.max_tokens, 1, _MAX_INT))
@@ -225,12 +261,13 @@ def _quoted(name: str) -> str:
     return re.sub(r"^\w+", r"`\g<0>`", name)
 
 
+def _is(kind: type, value: Any) -> bool:
+    """Whether this is a number of Python's or NumPy's, and no bool."""
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
 def _integer(name: str, value: Any, low: int, high: int, *, note: str = "") -> int:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, np.integer))
-        or not low <= value <= high
-    ):
+    if not (_is(numbers.Integral, value) and low <= value <= high):
         raise UsageError(
             f"{_quoted(name)}={short(value)} must be an integer from {low} to {high}"
             + (f" ({note})" if note else "")
@@ -240,12 +277,7 @@ def _integer(name: str, value: Any, low: int, high: int, *, note: str = "") -> i
 
 def _number(name: str, value: Any, low: float, high: float, *, note: str = "") -> float:
     """Check a number. NaN is in no range."""
-    fits = (
-        isinstance(value, (int, float, np.integer, np.floating))
-        and not isinstance(value, bool)
-        and low <= value <= high
-    )
-    if not fits:
+    if not (_is(numbers.Real, value) and low <= value <= high):
         raise UsageError(
             f"{_quoted(name)}={short(value)} must be a number from {low} to {high}"
             + (f" ({note})" if note else "")

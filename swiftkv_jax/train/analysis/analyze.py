@@ -15,20 +15,23 @@ from ... import cli
 from ...checkpoints import load, open_any
 from ...checkpoints.hub import local_path
 from ...cli.devices import join_and_emulate
+from ...cli.fields import given
 from ...errors import DataError, UsageError
 from ...kernel_check import checked_implementation, forward_configs
 from ...model.attention import Attention
 from ...model.config import GENERATED_KV, Config, GeneratedKV
-from ...model.mesh import MeshShape, dp_size, make_mesh, parse_mesh
+from ...model.mesh import dp_size, make_mesh
 from ...model.sharding import batch_sharding
 from ...process.distributed import check_all_take_part, is_main_process
 from ...process.files import write_json
 from ...process.plotting import matplotlib_missing
 from ...process.provenance import provenance
+from ..analyze_options import AnalyzeOptions
 from ..data.batches import batches_of
 from ..data.excerpts import read_excerpts
-from ..recipe import DEMO, Init, Recipe, check_calibration_tokens
+from ..recipe import DEMO, Recipe
 from ..report.plots import draw_analysis
+from ..shared_options import check_calibration_tokens
 from .analysis_table import table
 from .cut_list import NamedCut, parse_cuts, possible_cuts
 from .cut_search import search
@@ -47,37 +50,6 @@ EXACT_TAIL = 64
 """`Config.exact_tail` of the students that keep their own keys and values, by default."""
 STATES_BYTES = 2**31
 """Bytes of one batch's hidden states at all layers, on one device: the rows of a batch follow."""
-
-
-@dataclasses.dataclass(frozen=True)
-class AnalyzeOptions:
-    """The arguments of the command."""
-
-    model: str | None
-    """None is the demo model."""
-    data: tuple[str, ...]
-    revision: str | None = None
-    cuts: str | None = None
-    """None is `CUTS`, and others near the edge of the budget."""
-    groups: str = "1"
-    generated_kv: GeneratedKV | None = None
-    """None is both."""
-    exact_tail: int | None = None
-    """None is `EXACT_TAIL`, or 0 where half of a row is no longer than that."""
-    max_perplexity_loss: str | None = None
-    max_far_loss: float | None = None
-    init: Init = "closed-form"
-    calibration_tokens: int | None = None
-    """None is `ANALYSIS_TOKENS_PER_DIMENSION` for each entry of the hidden state."""
-    rows: int = 16
-    """Rows to measure on."""
-    max_length: int = 512
-    """Tokens in a row."""
-    prompt_length: int | None = None
-    """None is 8192, or what the model has positions for."""
-    mesh: MeshShape = MeshShape()
-    dtype: str | None = None
-    output_dir: Path | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,9 +82,7 @@ class Findings(NamedTuple):
 
 
 def main(args: argparse.Namespace) -> int:
-    fields = {name: getattr(args, name) for name in AnalyzeOptions.__dataclass_fields__}
-    fields |= {"mesh": parse_mesh(args.mesh), "data": tuple(args.data or ())}
-    return analyze(AnalyzeOptions(**fields))
+    return analyze(AnalyzeOptions(**given(AnalyzeOptions, args)))
 
 
 def analyze(options: AnalyzeOptions) -> int:

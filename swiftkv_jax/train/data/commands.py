@@ -17,8 +17,10 @@ from ... import cli
 from ...checkpoints import auxiliary_files_of
 from ...checkpoints.auxiliary import load_tokenizer
 from ...checkpoints.hub import local_path
+from ...cli.fields import given
 from ...errors import UsageError
 from .dataset import PackedDataset, is_packed_dataset
+from .options import PrepareOptions, ShowOptions
 from .packing import PackedRow
 from .prepare import (
     build,
@@ -33,14 +35,15 @@ _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 
 def prepare(args: argparse.Namespace) -> int:
     """Build one packed dataset per source; print the `--data` flags that name them."""
-    if args.max_length < 2:
-        raise UsageError(f"`max_length`={args.max_length}: must be at least 2")
-    sources = [parse_source(text) for text in args.data]
-    tokenizer = _tokenizer(args)
+    options = PrepareOptions(**given(PrepareOptions, args))
+    if options.max_length < 2:
+        raise UsageError(f"`max_length`={options.max_length}: must be at least 2")
+    sources = [parse_source(text) for text in options.data]
+    tokenizer = _tokenizer(options)
     paths = (
-        [args.output_dir]
+        [options.output_dir]
         if len(sources) == 1
-        else [args.output_dir / str(number) for number in range(len(sources))]
+        else [options.output_dir / str(number) for number in range(len(sources))]
     )
     for source, path in zip(sources, paths, strict=True):
         if is_packed_dataset(Path(source.path)):
@@ -50,9 +53,9 @@ def prepare(args: argparse.Namespace) -> int:
         build(
             source,
             tokenizer,
-            args.max_length,
+            options.max_length,
             path,
-            max_unreadable_share=args.max_unreadable_share,
+            max_unreadable_share=options.max_unreadable_share,
         )
     print(
         " ".join(
@@ -64,13 +67,15 @@ def prepare(args: argparse.Namespace) -> int:
 
 def show(args: argparse.Namespace) -> int:
     """Print the first rows of a packed dataset as text, with what is to be predicted marked."""
-    dataset, tokenizer = PackedDataset(args.folder), _tokenizer(args)
+    options = ShowOptions(**given(ShowOptions, args))
+    dataset = PackedDataset(args.folder)
+    tokenizer = _tokenizer(options)
     check_dataset(dataset, dataset.manifest.length, tokenizer_fingerprint(tokenizer))
     marks = (
         (_GREEN, _PLAIN) if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else ("[[", "]]")
     )
     print(describe_dataset(dataset))
-    for number in range(min(args.rows, len(dataset))):
+    for number in range(min(options.rows, len(dataset))):
         row = dataset[number]
         print(
             f"\n=== row {number}: {len(row.lengths)} documents, {len(row.tokens):,} of "
@@ -82,11 +87,11 @@ def show(args: argparse.Namespace) -> int:
     return cli.OK
 
 
-def _tokenizer(args: argparse.Namespace) -> Any:
-    model = local_path(args.model, args.revision, weights=False)
+def _tokenizer(options: PrepareOptions | ShowOptions) -> Any:
+    model = local_path(options.model, options.revision, weights=False)
     tokenizer = load_tokenizer(model, auxiliary_files_of(model)[1])
     if tokenizer is None:
-        raise UsageError(f"`model`={args.model}: it has no tokenizer")
+        raise UsageError(f"`model`={options.model}: it has no tokenizer")
     return tokenizer
 
 

@@ -26,7 +26,8 @@ from ...model.sharding import batch_sharding, swiftkv_shardings
 from ...process.distributed import is_main_process
 from ...process.files import write_json
 from ..data.loader import DatasetMixture, batches, rows_with_tokens
-from ..recipe import TOKENS_PER_DIMENSION, Recipe
+from ..recipe import Recipe
+from ..shared_options import TOKENS_PER_DIMENSION
 from .batch_sharder import BatchSharder
 from .progress import track
 

@@ -7,17 +7,17 @@ from argparse import Namespace
 from pathlib import Path
 
 import swiftkv_jax as skv
+from swiftkv_jax.cli.fields import given
 from swiftkv_jax.infer import EngineOptions, SamplingParams
 from swiftkv_jax.infer.__main__ import parser
-from swiftkv_jax.infer.commands.engine_options import given_engine_options
-from swiftkv_jax.infer.commands.sampling_options import given_sampling_params, sampling_params
+from swiftkv_jax.infer.commands.sampling_options import sampling_params
 
 MODEL = (
     "--model --revision --swiftkv --dtype --quantization --mesh --attention --coordinator-address "
     "--num-processes --process-id".split()
 )
 ENGINE = """--max-model-len --max-num-seqs --max-num-batched-tokens --decode-steps --kv-cache-dtype
-    --kv-cache-memory --memory-utilization --page-size --enable-prefix-caching --no-prefix-caching
+    --kv-cache-memory --memory-utilization --page-size --enable-prefix-caching
     --generated-kv --exact-tail --compiler-option --compile-cache --reserve-tokens
     --single-step-rows""".split()
 SERVE = """--host --port --uds --root-path --ssl-certfile --ssl-keyfile --served-model-name
@@ -63,7 +63,7 @@ def parsed(*argv: str) -> Namespace:
 
 
 def engine_options(*argv: str, **defaults) -> EngineOptions:
-    return EngineOptions(**defaults | given_engine_options(parsed(*argv)))
+    return EngineOptions(**defaults | given(EngineOptions, parsed(*argv)))
 
 
 def test_flags_become_options():
@@ -85,8 +85,8 @@ def test_flags_become_options():
     assert engine_options("--max-num-seqs", "5", max_num_seqs=3).max_num_seqs == 5
     assert engine_options() == EngineOptions()
     assert engine_options("--block-size", "16") == engine_options("--page-size", "16")
-    given = engine_options(*"--compiler-option a=X,Y --compiler-option b=true".split())
-    assert given == EngineOptions(compiler_options={"a": "X,Y", "b": True})
+    found = engine_options(*"--compiler-option a=X,Y --compiler-option b=true".split())
+    assert found == EngineOptions(compiler_options={"a": "X,Y", "b": True})
 
 
 def test_flags_become_sampling():
@@ -99,7 +99,7 @@ def test_flags_become_sampling():
         "--logprobs 3 --stop a --stop b --ignore-eos"
     )
     flags += " --top-p .9 --top-k 4"
-    params = SamplingParams(**given_sampling_params(parsed(*flags.split())))
+    params = SamplingParams(**given(SamplingParams, parsed(*flags.split())))
     assert (
         params.temperature,
         params.repetition_penalty,

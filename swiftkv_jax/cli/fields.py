@@ -1,0 +1,186 @@
+"""Options as fields of dataclasses, which give the flags of the commands.
+
+    max_num_seqs: int = option(64, "sequences that decode together (default: %(default)s)")
+
+The name, type, default and help of the field are those of the flag.
+`add_flags` adds the flags of a class to a parser. `given` reads the parsed arguments, without those
+that were left out: for them the defaults of the class, or of a command, count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import UsageError
+
+MISSING: Any = dataclasses.MISSING
+"""The default of a field without one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """The way to give a field on a command line."""
+
+    help: str
+    """`%(default)s` stands for the field's default, `%(demo)s` for that of the demo."""
+    metavar: str | None = None
+    names: tuple[str, ...] = ()
+    """Option strings; by default the field's name, with hyphens. Those of a bool that begin with
+    `--no-` set it to False."""
+    choices: Collection[Any] | None = None
+    """By default the values of the field's `Literal`, if it is one."""
+    parse: Callable[[str], Any] | None = None
+    """Reads the text of one flag and may raise `UsageError`; by default the field's type."""
+    convert: Callable[[Any], Any] | None = None
+    """Turns the argument into the field's value; may raise `UsageError`."""
+    group: str | None = None
+    """Title of the group of this flag and the ones after it."""
+    at_least: int | None = None
+    """Smallest value that `check_minimums` accepts."""
+
+
+def option[T](default: T, help: str, *, metadata: Mapping[str, Any] | None = None, **how: Any) -> T:
+    """The field of an option: its default, `MISSING` for none, and the fields of its `Flag`."""
+    notes = {"flag": Flag(help, **how), **(metadata or {})}
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=dict, hash=False, metadata=notes)  # type: ignore
+    return dataclasses.field(default=default, metadata=notes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """A field that has a flag."""
+
+    name: str
+    type: Any
+    """Of the field, without None."""
+    default: Any
+    """`dataclasses.MISSING` if there is none, or one that is made anew for each object."""
+    is_required: bool
+    flag: Flag
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Option strings."""
+        return self.flag.names or (f"--{self.name.replace('_', '-')}",)
+
+    @property
+    def collects(self) -> type | None:
+        """The class that a flag's values make if it may be repeated, else None."""
+        origin = typing.get_origin(self.type)
+        if isinstance(origin, type) and issubclass(origin, Mapping):
+            return dict
+        return tuple if origin is tuple and self.flag.parse is None else None
+
+
+@functools.cache
+def options_of(cls: type) -> dict[str, Option]:
+    """The fields of the dataclass `cls` that have a `Flag`, by their names."""
+    found = {}
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if "flag" in field.metadata:
+            missing = field.default is field.default_factory  # both are MISSING
+            kind, flag = _without_none(hints[field.name]), field.metadata["flag"]
+            found[field.name] = Option(field.name, kind, field.default, missing, flag)
+    return found
+
+
+def add_flags(
+    parser: argparse._ActionsContainer,
+    cls: type,
+    *,
+    leave_out: Collection[str] = (),
+    shown: Mapping[str, Any] | None = None,
+    demo: Any = None,
+) -> None:
+    """Add the flags of `cls` to a parser, or to one of its groups, but for the fields `leave_out`.
+
+    `shown` are defaults to print in the place of the fields'. `demo` is an object of `cls` that is
+    used where no model is named, so that no flag is required.
+    """
+    here = parser
+    for name, option in options_of(cls).items():
+        flag = option.flag
+        if flag.group is not None:
+            here = group(parser, flag.group)
+        if name in leave_out:
+            continue
+        default = (shown or {}).get(name, option.default)
+        text = flag.help.replace("%(default)s", _text(default))
+        text = text.replace("%(demo)s", _text(getattr(demo, name, None)))
+        how = _how(option)
+        if option.is_required and demo is None:
+            how["required"] = True
+        here.add_argument(*option.names, dest=name, help=text, **how)
+
+
+def given(cls: type, args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of `cls` for which there was a flag. Raises `UsageError`."""
+    found = {}
+    for name, option in options_of(cls).items():
+        value = getattr(args, name, None)
+        if value is None:
+            continue
+        if option.collects is not None:
+            value = option.collects(value)
+        found[name] = value if option.flag.convert is None else option.flag.convert(value)
+    return found
+
+
+def check_minimums(options: Any) -> None:
+    """Raise `UsageError` for a field below the `at_least` of its flag. None is accepted."""
+    for name, option in options_of(type(options)).items():
+        value, least = getattr(options, name), option.flag.at_least
+        if least is not None and value is not None and value < least:
+            raise UsageError(f"`{name}`={value}: must be at least {least}", option=name)
+
+
+def _how(option: Option) -> dict[str, Any]:
+    """The arguments of `add_argument` that follow from the type."""
+    flag, kind = option.flag, option.type
+    if kind is bool:
+        value = not option.names[0].startswith("--no-")
+        if value and option.default is True:
+            return {"action": argparse.BooleanOptionalAction}
+        return {"action": "store_const", "const": value}
+    choices = flag.choices
+    if choices is None and typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+    reader = kind if kind in (int, float, Path) else None
+    if flag.parse is not None:
+        reader = functools.partial(_read, flag.parse)
+    how = {"metavar": flag.metavar, "type": reader, "choices": choices}
+    return how if option.collects is None else how | {"action": "append"}
+
+
+def _read(parse: Callable[[str], Any], text: str) -> Any:
+    """The value of a flag, with an error that argparse reports."""
+    try:
+        return parse(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _without_none(hint: Any) -> Any:
+    if typing.get_origin(hint) not in (typing.Union, types.UnionType):
+        return hint
+    kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
+    return kinds[0] if len(kinds) == 1 else hint
+
+
+def group(parser: argparse._ActionsContainer, title: str) -> argparse._ActionsContainer:
+    """The group of this title, a new one if there is none yet."""
+    groups = (one for one in parser._action_groups if one.title == title)
+    return next(groups, None) or parser.add_argument_group(title)
+
+
+def _text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
