@@ -6,10 +6,14 @@ that they are refused by name and not as unknown ones; see `params`.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import typing
 from typing import Annotated, Any, Literal
 
 import msgspec
 
+from ..infer.engine.sampling_params import FOREIGN_PARAMS
 from ..text.chat_messages import MessageError, normalize_message
 from .errors import invalid
 from .options import MAX_PROMPTS
@@ -27,6 +31,32 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A body that names a model."""
 
     model: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # `Annotated` keeps one of equal ones: 0 == False
+class Refused:
+    """Annotation of a field that this server cannot honour: its values are refused, except for null
+    and those that change nothing."""
+
+    neutral: tuple[Any, ...] = ()
+    """Values that change nothing, besides those of `FOREIGN_PARAMS`."""
+    reason: str = ""
+    """Message of the error."""
+
+
+Foreign = Annotated[Any, Refused()]
+
+
+@functools.cache
+def refused_fields(kind: type[Body]) -> dict[str, Refused]:
+    """The fields of a body that are refused, all with their neutral values."""
+    found = {}
+    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+        for mark in getattr(hint, "__metadata__", ()):
+            if isinstance(mark, Refused):
+                neutral = (*mark.neutral, *FOREIGN_PARAMS.get(name, ()))
+                found[name] = dataclasses.replace(mark, neutral=neutral)
+    return found
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -55,6 +85,11 @@ class StructuredOutputsField(msgspec.Struct, kw_only=True, forbid_unknown_fields
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+
+
+def _now(kind: str) -> Refused:
+    """Mark of a field that vLLM had once, and now has in `structured_outputs`."""
+    return Refused(reason=f"`guided_{kind}` is now `structured_outputs.{kind}`")
 
 
 class Sampling(Body, kw_only=True):
@@ -101,31 +136,30 @@ class Sampling(Body, kw_only=True):
     prompt_cache_retention: Any = None
     metadata: dict[str, str] | None = None
 
-    # Refused unless they ask for nothing.
-    audio: Any = None
+    audio: Foreign = None
     best_of: Any = None
-    early_stopping: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    kv_transfer_params: Any = None
-    length_penalty: Any = None
-    logits_processors: Any = None
-    modalities: Any = None
-    moderation: Any = None
-    prediction: Any = None
-    prompt_embeds: Any = None
-    repetition_detection: Any = None
-    service_tier: Any = None
-    spaces_between_special_tokens: Any = None
-    store: Any = None
-    stream_interval: Any = None
-    use_beam_search: Any = None
-    verbosity: Any = None
-    vllm_xargs: Any = None
-    watermarking: Any = None
-    web_search_options: Any = None
+    early_stopping: Foreign = None
+    guided_choice: Annotated[Any, _now("choice")] = None
+    guided_grammar: Annotated[Any, _now("grammar")] = None
+    guided_json: Annotated[Any, _now("json")] = None
+    guided_regex: Annotated[Any, _now("regex")] = None
+    kv_transfer_params: Foreign = None
+    length_penalty: Foreign = None
+    logits_processors: Foreign = None
+    modalities: Annotated[Any, Refused((["text"],))] = None
+    moderation: Foreign = None
+    prediction: Foreign = None
+    prompt_embeds: Foreign = None
+    repetition_detection: Foreign = None
+    service_tier: Annotated[Any, Refused(("auto", "default"))] = None
+    spaces_between_special_tokens: Foreign = None
+    store: Annotated[Any, Refused((False,))] = None
+    stream_interval: Foreign = None
+    use_beam_search: Foreign = None
+    verbosity: Foreign = None
+    vllm_xargs: Foreign = None
+    watermarking: Annotated[Any, Refused((False,))] = None
+    web_search_options: Foreign = None
 
 
 def _integers(ids: Any) -> Any:
@@ -140,7 +174,7 @@ class CompletionBody(Sampling, kw_only=True):
     prompt: str | list[Any]
     logprobs: int | None = None
     echo: bool | None = None
-    suffix: Any = None
+    suffix: Foreign = None
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, texts or token ids. Raises `APIError`."""
@@ -281,13 +315,27 @@ class ChatBody(Sampling, kw_only=True):
     reasoning_effort: Effort | None = None
     include_reasoning: bool | None = None
 
-    chat_template: Any = None
-    documents: Any = None
-    echo: Any = None
-    function_call: Any = None
-    functions: Any = None
-    thinking: Any = None
-    thinking_token_budget: Any = None
+    chat_template: Annotated[
+        Any,
+        Refused(
+            reason="templates come from the checkpoint or the server's command line alone",
+        ),
+    ] = None
+    documents: Annotated[Any, Refused(([],))] = None
+    echo: Foreign = None
+    function_call: Annotated[
+        Any, Refused(reason="`function_call` is deprecated: the field is `tool_choice`")
+    ] = None
+    functions: Annotated[Any, Refused(reason="`functions` is deprecated: the field is `tools`")] = (
+        None
+    )
+    thinking: Annotated[
+        Any,
+        Refused(
+            reason="`thinking` is not supported: `reasoning_effort` 'none' switches reasoning off"
+        ),
+    ] = None
+    thinking_token_budget: Foreign = None
 
 
 class TokenizeBody(Body, kw_only=True):

@@ -11,7 +11,7 @@ from starlette.routing import Route
 from swiftkv_jax.serve import errors
 from swiftkv_jax.serve.api.routes import asgi
 from swiftkv_jax.serve.bodies import decoding, params
-from swiftkv_jax.serve.protocol import ChatBody, CompletionBody
+from swiftkv_jax.serve.protocol import ChatBody, CompletionBody, refused_fields
 
 USER = [{"role": "user", "content": "hi"}]
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -183,7 +183,9 @@ def test_an_empty_suffix_asks_for_nothing(running):
 
 def test_every_field_is_accepted_somewhere_or_refused_by_name():
     """A field that nothing reads would be dropped in silence."""
-    read = set(params._SAME_NAME) | set(params._REFUSED)
+    read = (
+        set(params._SAME_NAME) | set(refused_fields(ChatBody)) | set(refused_fields(CompletionBody))
+    )
     read |= set(
         "model stream stream_options seed stop include_stop_str_in_output min_tokens max_tokens "
         "logit_bias allowed_token_ids bad_words add_special_tokens return_token_ids cache_salt "

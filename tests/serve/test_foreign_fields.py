@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_jax.serve.bodies.foreign_fields import INSTEAD
+from swiftkv_jax.serve.bodies.decoding import INSTEAD
 
 DOCS = Path(__file__).parents[2] / "docs" / "server.md"
 

@@ -201,7 +201,7 @@ def test_openmetrics_where_it_is_accepted(answered):
 
 
 def test_histograms_cumulate():
-    found = Histogram((1, 2, 5))
+    found = Histogram("n", "N.", (1, 2, 5))
     for one in (0.5, 1, 1.5, 7):
         found.observe(one)
     found.observe(3, times=4)

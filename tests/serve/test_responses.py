@@ -199,7 +199,13 @@ def test_refused(server, fields, param):
 
 
 def test_what_asks_for_nothing(server):
-    fields = {"store": False, "truncation": "disabled", "include": [], "metadata": {"a": "b"}}
+    fields = {
+        "store": False,
+        "truncation": "disabled",
+        "include": [],
+        "top_logprobs": 0,
+        "metadata": {"a": "b"},
+    }
     fields |= {
         "zzz": None,
         "parallel_tool_calls": True,

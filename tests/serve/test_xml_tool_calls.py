@@ -8,7 +8,7 @@ import re
 import pytest
 
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.serve.bodies.xml_call_grammars import xml_calls_grammar
+from swiftkv_jax.serve.bodies.call_grammars import calls_grammar
 from swiftkv_jax.serve.text.tool_formats import ToolFormat
 from swiftkv_jax.serve.text.xml_tool_calls import XMLToolCallParser
 from tests.infer.test_grammar_tokenizer import byte_level, made, walk
@@ -243,9 +243,7 @@ def check(found: dict) -> None:
 def test_forced_calls_are_read_back_as_their_schemas_say():
     model = made(byte_level())
     for tokenizer in (model[0], None):
-        lark = xml_calls_grammar(
-            {"f": FORCED}, ToolFormat.of("qwen3_coder", tokenizer), single=True
-        )
+        lark = calls_grammar({"f": FORCED}, ToolFormat.of("qwen3_coder", tokenizer), single=True)
         for seed in range(15):
             text, _ = walk(model, lark, seed)
             parser = XMLToolCallParser({"f": FORCED}, forced=True)
@@ -266,7 +264,7 @@ def test_forced_calls_are_read_back_as_their_schemas_say():
 )
 def test_patterns_with_alternatives(pattern, texts):
     schema = {"properties": {"a": {"type": "string", "pattern": pattern}}, "required": ["a"]}
-    lark = xml_calls_grammar({"f": schema}, ToolFormat("qwen3_coder"), single=True)
+    lark = calls_grammar({"f": schema}, ToolFormat("qwen3_coder"), single=True)
     model = made(byte_level())
     found = {walk(model, lark, seed)[0] for seed in range(12)}
     assert found <= {call(a=text) for text in texts} and found
@@ -289,7 +287,7 @@ def test_patterns_with_alternatives(pattern, texts):
 )
 def test_what_has_no_such_form_is_refused(schema, message):
     with pytest.raises(UsageError, match=re.escape(message)):
-        xml_calls_grammar({"f": schema}, ToolFormat("qwen3_coder"), single=True)
+        calls_grammar({"f": schema}, ToolFormat("qwen3_coder"), single=True)
 
 
 def test_a_server(start, says):

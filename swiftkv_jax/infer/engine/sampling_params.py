@@ -23,44 +23,51 @@ _MAX_INT = 2**31 - 1
 
 _ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
 
-# Fields of OpenAI, vLLM and Transformers that would change the tokens, with the value that changes
-# nothing.
-_UNSUPPORTED = {
-    "allowed_token_ids": None,
-    "bad_words": [],
-    "best_of": 1,
-    "detokenize": True,
-    "dry_multiplier": 0,
-    "early_stopping": False,
-    "echo": False,
-    "epsilon_cutoff": 0,
-    "eta_cutoff": 0,
-    "grammar": None,
-    "guided_choice": None,
-    "guided_decoding": None,
-    "guided_grammar": None,
-    "guided_json": None,
-    "guided_regex": None,
-    "include_stop_str_in_output": False,
-    "length_penalty": 1,
-    "logits_processors": [],
-    "mirostat": 0,
-    "no_repeat_ngram_size": 0,
-    "num_beams": 1,
-    "prompt_logprobs": None,
-    "response_format": {"type": "text"},
-    "skip_special_tokens": True,
-    "spaces_between_special_tokens": True,
-    "structured_outputs": None,
-    "suffix": None,
-    "tfs": 1,
-    "top_a": 0,
-    "top_logprobs": None,
-    "truncate_prompt_tokens": None,
-    "typical_p": 1,
-    "use_beam_search": False,
-    "xtc_probability": 0,
+FOREIGN_PARAMS: Mapping[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "detokenize": (True,),
+    "dry_multiplier": (0,),
+    "early_stopping": (False,),
+    "echo": (False,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "grammar": (),
+    "guided_choice": (),
+    "guided_decoding": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "mirostat": (0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beams": (1,),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tfs": (1,),
+    "top_a": (0,),
+    "top_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "xtc_probability": (0,),
 }
+"""Parameters of OpenAI, vLLM and Transformers that `SamplingParams` does not have, with the values
+besides null at which they change nothing. The server refuses those of them that it lacks too."""
+
+
+def is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
+    """Return whether a value is null or one of `neutral`. A truth value is no number here."""
+    return value is None or any(
+        value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral
+    )
 
 
 def parse_bias(text: str) -> tuple[int, float]:
@@ -212,8 +219,8 @@ class SamplingParams:
         given: dict[str, Any] = {}
         for field, value in fields.items():
             name = _ALIASES.get(field, field)
-            if field in _UNSUPPORTED:
-                if value is not None and value != _UNSUPPORTED[field]:
+            if field in FOREIGN_PARAMS:
+                if not is_neutral(value, FOREIGN_PARAMS[field]):
                     raise UsageError(f"`{field}` is not supported")
             elif name not in known:
                 raise UsageError(

@@ -23,6 +23,29 @@ from ..service.metrics import STATES
 from ..service.service import Service
 
 LABELS = ("model_name", "engine")
+_STATS = (
+    ("vllm:num_preemptions", "preemptions", "Requests that made room for earlier ones."),
+    ("swiftkv:compilations", "compilations", "Programs compiled while serving."),
+    ("swiftkv:step_host_seconds", "host_seconds", "Host time of steps."),
+    ("swiftkv:device_wait_seconds", "wait_seconds", "Steps' time of waiting for the device."),
+    ("swiftkv:prefilled_tokens", "prefilled_tokens", "Tokens that ran through prefill."),
+    (
+        "swiftkv:upper_layer_tokens_skipped",
+        "lower_layer_tokens",
+        "Tokens of prefill that skipped the upper layers.",
+    ),
+    (
+        "swiftkv:prefill_padding_tokens",
+        "padding_tokens",
+        "Tokens of prefill calls up to their compiled size.",
+    ),
+    (
+        "swiftkv:requests_skipped",
+        "num_times_skipped",
+        "Times that a waiting request was skipped for a later one.",
+    ),
+)
+"""Counters of the engine: name, field of `Stats`, description."""
 
 
 def exposition(service: Service, accept: str) -> tuple[bytes, str]:
@@ -93,47 +116,11 @@ class _Collector:
         )
         info.add_metric([*self._values, *facts.values()], 1)
         yield info
-        yield self._histogram(
-            "vllm:iteration_tokens_total",
-            "Of an engine step, cached and new.",
-            engine.iteration_tokens,
-        )
-        for name, text, value in (
-            (
-                "vllm:num_preemptions",
-                "Requests that made room for earlier ones.",
-                stats.preemptions,
-            ),
-            ("swiftkv:compilations", "Programs compiled while serving.", stats.compilations),
-            ("swiftkv:step_host_seconds", "Host time of steps.", stats.host_seconds),
-            (
-                "swiftkv:device_wait_seconds",
-                "Steps' time of waiting for the device.",
-                stats.wait_seconds,
-            ),
-            ("swiftkv:engine_idle_seconds", "Time without work.", snapshot.idle_seconds),
-            (
-                "swiftkv:prefilled_tokens",
-                "Tokens that ran through prefill.",
-                stats.prefilled_tokens,
-            ),
-            (
-                "swiftkv:upper_layer_tokens_skipped",
-                "Tokens of prefill that skipped the upper layers.",
-                stats.lower_layer_tokens,
-            ),
-            (
-                "swiftkv:prefill_padding_tokens",
-                "Tokens of prefill calls up to their compiled size.",
-                stats.padding_tokens,
-            ),
-            (
-                "swiftkv:requests_skipped",
-                "Times that a waiting request was skipped for a later one.",
-                stats.num_times_skipped,
-            ),
-        ):
-            yield self._counter(name, text, value)
+        yield self._histogram(engine.iteration_tokens)
+        for name, field, text in _STATS:
+            yield self._counter(name, text, getattr(stats, field))
+        idle = snapshot.idle_seconds
+        yield self._counter("swiftkv:engine_idle_seconds", "Time without work.", idle)
         yield self._gauge(
             "swiftkv:queued_tokens", "Prompt tokens not cached yet.", service.admission.tokens
         )
@@ -168,32 +155,8 @@ class _Collector:
             metrics.finished,
             ("stop", "length", "abort", "error"),
         )
-        for name, text, found in (
-            ("vllm:time_to_first_token_seconds", "From the last byte of the body.", metrics.ttft),
-            ("vllm:inter_token_latency_seconds", "Between tokens.", metrics.itl),
-            ("vllm:request_time_per_output_token_seconds", "Of a request.", metrics.tpot),
-            ("vllm:e2e_request_latency_seconds", "From the last byte of the body.", metrics.e2e),
-            ("vllm:request_prompt_tokens", "Of a prompt.", metrics.prompt_lengths),
-            (
-                "vllm:request_prefill_kv_computed_tokens",
-                "Of a prompt, those that were not cached.",
-                metrics.computed_lengths,
-            ),
-            ("vllm:request_generation_tokens", "Of a sequence.", metrics.answer_lengths),
-            (
-                "vllm:request_max_num_generation_tokens",
-                "Of the longest sequence of a prompt.",
-                metrics.longest_answers,
-            ),
-            ("vllm:request_params_max_tokens", "Of a request.", metrics.max_tokens),
-            ("vllm:request_params_n", "Of a request.", metrics.samples),
-            ("swiftkv:tokenize_seconds", "Of a request.", metrics.tokenize),
-            *(
-                (f"vllm:request_{name}_time_seconds", "Of a request.", found)
-                for name, found in metrics.phases.items()
-            ),
-        ):
-            yield self._histogram(name, text, found)
+        for found in metrics.histograms:
+            yield self._histogram(found)
         yield self._counter(
             "swiftkv:wasted_tokens", "Tokens behind an answer's end.", metrics.wasted_tokens
         )
@@ -236,7 +199,7 @@ class _Collector:
             family.add_metric([*self._values, one], found.get(one, 0))
         return family
 
-    def _histogram(self, name: str, text: str, found: Histogram) -> Metric:
-        family = HistogramMetricFamily(name, text, labels=LABELS)
+    def _histogram(self, found: Histogram) -> Metric:
+        family = HistogramMetricFamily(found.name, found.text, labels=LABELS)
         family.add_metric(self._values, found.cumulated(), found.sum)
         return family

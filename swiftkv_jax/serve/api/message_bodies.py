@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from ..protocol import Body, ToolName
+from ..protocol import Body, Foreign, Refused, ToolName
 
 
 class Block(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -124,10 +124,10 @@ class CountTokensBody(Body, kw_only=True):
     user_profile_id: Any = None
     workspace_id: Any = None
 
-    # Refused unless they ask for nothing.
-    compaction: Any = None
-    speed: Any = None
+    compaction: Foreign = None
+    speed: Annotated[Any, Refused(("standard",))] = None
     thread: Any = None
+    """Refused in `messages`."""
 
 
 class MessagesBody(CountTokensBody, kw_only=True):
@@ -140,7 +140,7 @@ class MessagesBody(CountTokensBody, kw_only=True):
     metadata: Metadata | None = None
     """Accepted without effect."""
 
-    container: Any = None
-    inference_geo: Any = None
-    mcp_servers: Any = None
-    service_tier: Any = None
+    container: Foreign = None
+    inference_geo: Foreign = None
+    mcp_servers: Annotated[Any, Refused(([],))] = None
+    service_tier: Annotated[Any, Refused(("auto", "standard_only"))] = None

@@ -5,15 +5,15 @@ https://platform.claude.com/docs/en/build-with-claude/streaming
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
 from ..errors import APIError, PromptTooLong
 from ..http.exchange import HTTPExchange, named_event
-from ..service.generation import Choice, Generation, TextDelta
+from ..service.generation import Choice, Generation
 from ..text.call_parser import ToolCallDelta
-from ..text.reasoning import ReasoningDelta
+from .part_writer import PartWriter, TextKind
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERROR_TYPES = {
@@ -30,7 +30,12 @@ _ERROR_TYPES = {
 """Status of an error -> its type; `invalid_request_error` for others."""
 NO_THREADS = "thread_unsupported_request"
 """Code of an error, after which clients that can do without `thread` ask again."""
-_TEXT_DELTAS = {"text": "text_delta", "thinking": "thinking_delta"}
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
+"""Type of a block -> type of what is added to it, and the field that has it."""
 
 
 def error_body(error: APIError, request_id: str) -> dict[str, Any]:
@@ -66,130 +71,86 @@ def use_message_errors(exchange: HTTPExchange) -> None:
     exchange.extra["request-id"] = exchange.request_id
 
 
-class MessageWriter:
-    """One answer. Reasoning, each stretch of text and each call are blocks of their own; one is
-    closed before the next is opened."""
+class MessageWriter(PartWriter):
+    """An answer in blocks."""
+
+    kinds: ClassVar[dict[TextKind, str]] = {"text": "text", "reasoning": "thinking"}
 
     def __init__(self, request_id: str, model: str, *, manages_context: bool = False):
         """`manages_context` is whether the body asks for `context_management`."""
-        self._request_id = request_id
-        self._context: dict[str, Any] = {}
-        if manages_context:
-            self._context["context_management"] = {"applied_edits": []}
-        self.answer: dict[str, Any] = {
+        blocks: list[dict[str, Any]] = []
+        answer = {
             "id": f"msg_{request_id}",
             "type": "message",
             "role": "assistant",
             "model": model,
-            "content": [],
+            "content": blocks,
             "stop_reason": None,
             "stop_sequence": None,
         }
-        self._has_begun = self._is_open = False
+        super().__init__(answer, blocks)
+        self._request_id = request_id
+        self._context: dict[str, Any] = {}
+        if manages_context:
+            self._context["context_management"] = {"applied_edits": []}
+        self._has_begun = False
         self._index = -1
-        """Of the last block in events. `answer` leaves some out."""
-        self._texts: list[str] = []
-        """Text of the block that is open, or arguments of its call."""
+        """Number of the last block in events. `answer` leaves some out."""
 
-    def add(self, generation: Generation, delta: TextDelta) -> bytes:
-        """Add what has become certain. Returns its events, the first time after the one that begins
-        every answer."""
-        events = self._begun(generation)
-        for part in delta.joined_parts():
-            if isinstance(part, ToolCallDelta):
-                events += self._add_call(part)
-            elif isinstance(part, ReasoningDelta):
-                events += self._add_text("thinking", part.text)
-            else:
-                events += self._add_text("text", part)
-        return events
-
-    def _begun(self, generation: Generation) -> bytes:
+    def _begin(self, generation: Generation) -> bytes:
         if self._has_begun:
             return b""
         self._has_begun = True
         self.answer["usage"] = usage(generation)
-        return self._event("message_start", message=self.answer)
+        return _event("message_start", message=self.answer)
 
-    def _add_text(self, kind: str, text: str) -> bytes:
-        events = b""
-        if not self._is_open or self._content[-1]["type"] != kind:
-            block = {"type": kind, kind: ""}
-            events += self._begin(block | ({"signature": ""} if kind == "thinking" else {}))
-        self._texts.append(text)
-        return events + self._delta({"type": _TEXT_DELTAS[kind], kind: text})
+    def _text_part(self, kind: TextKind) -> dict[str, Any]:
+        if kind == "reasoning":
+            return {"type": "thinking", "thinking": "", "signature": ""}
+        return {"type": "text", "text": ""}
 
-    def _add_call(self, call: ToolCallDelta) -> bytes:
-        events = b""
-        if call.name is not None:
-            events += self._begin(
-                {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-            )
-        if call.arguments:
-            self._texts.append(call.arguments)
-            events += self._delta({"type": "input_json_delta", "partial_json": call.arguments})
-        return events
+    def _call(self, call: ToolCallDelta, name: str) -> dict[str, Any]:
+        return {"type": "tool_use", "id": call.id, "name": name, "input": {}}
+
+    def _opened(self, part: dict[str, Any]) -> bytes:
+        self._index += 1
+        return _event("content_block_start", index=self._index, content_block=part)
+
+    def _grown(self, part: dict[str, Any], text: str) -> bytes:
+        kind, field = _DELTAS[part["type"]]
+        return _event("content_block_delta", index=self._index, delta={"type": kind, field: text})
+
+    def _closed(self, part: dict[str, Any], written: str, status: str) -> bytes:
+        """A call whose arguments are no JSON, most often since it was cut, is no part of the
+        answer."""
+        if part["type"] != "tool_use":
+            part[part["type"]] = written
+        else:
+            try:
+                part["input"] = msgspec.json.decode(written)
+            except (msgspec.DecodeError, RecursionError):
+                self._parts.pop()
+        return _event("content_block_stop", index=self._index)
 
     def end(self, generation: Generation, choice: Choice) -> bytes:
-        """The last events, when all has been added; `answer` is whole then. A call whose arguments
-        are no JSON, most often since it was cut, is no part of it."""
         events = self._close()
         reason = _STOP_REASONS[choice.finish_reason or "stop"]
-        if reason == "tool_use" and all(block["type"] != reason for block in self._content):
+        if reason == "tool_use" and all(block["type"] != reason for block in self._parts):
             reason = "end_turn"
         sequence = choice.stop_reason if isinstance(choice.stop_reason, str) else None
         if sequence is not None and reason == "end_turn":
             reason = "stop_sequence"
-        self.answer |= {
-            "stop_reason": reason,
-            "stop_sequence": sequence,
-            "usage": usage(generation),
-            **self._context,
-        }
         delta = {"stop_reason": reason, "stop_sequence": sequence}
-        events += self._event(
-            "message_delta", delta=delta, usage=self.answer["usage"], **self._context
-        )
-        return events + self._event("message_stop")
+        counts = {"usage": usage(generation), **self._context}
+        self.answer |= delta | counts
+        return events + _event("message_delta", delta=delta, **counts) + _event("message_stop")
 
     def fail(self, error: APIError) -> bytes:
-        """The last event of an answer that cannot go on."""
         return named_event("error", error_body(error, self._request_id))
 
-    # Blocks -----------------------------------------------------------------------
 
-    @property
-    def _content(self) -> list[dict[str, Any]]:
-        return self.answer["content"]
-
-    def _begin(self, block: dict[str, Any]) -> bytes:
-        events = self._close()
-        self._content.append(block)
-        self._index += 1
-        self._is_open, self._texts = True, []
-        return events + self._event("content_block_start", index=self._index, content_block=block)
-
-    def _delta(self, delta: dict[str, Any]) -> bytes:
-        return self._event("content_block_delta", index=self._index, delta=delta)
-
-    def _close(self) -> bytes:
-        """Close the block that grows."""
-        if not self._is_open:
-            return b""
-        self._is_open = False
-        events = self._event("content_block_stop", index=self._index)
-        block, written = self._content[-1], "".join(self._texts)
-        if block["type"] != "tool_use":
-            block[block["type"]] = written
-            return events
-        try:
-            block["input"] = msgspec.json.decode(written)
-        except (msgspec.DecodeError, RecursionError):
-            del self._content[-1]
-        return events
-
-    def _event(self, name: str, /, **fields: Any) -> bytes:
-        return named_event(name, {"type": name, **fields})
+def _event(name: str, /, **fields: Any) -> bytes:
+    return named_event(name, {"type": name, **fields})
 
 
 def usage(generation: Generation) -> dict[str, Any]:

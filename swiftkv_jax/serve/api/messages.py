@@ -32,7 +32,6 @@ from ..protocol import (
 )
 from ..service.admission import Reservation
 from ..service.generation import Generation
-from .event_stream import answer_in_events
 from .generate import chat_generation
 from .message_bodies import (
     Block,
@@ -47,6 +46,7 @@ from .message_bodies import (
 )
 from .message_events import NO_THREADS, MessageWriter
 from .offered_tools import OfferedTools
+from .part_writer import answer_in_parts
 from .run import counted_body, note_ignored, run
 
 _OF_SERVERS = (
@@ -87,16 +87,6 @@ an effect, and the answer says so."""
 _BILLING = "x-anthropic-billing-header:"
 """What Claude Code writes before its system prompt, with a number that each request changes."""
 
-
-_ASK_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
-    "compaction": (),
-    "container": (),
-    "inference_geo": (),
-    "mcp_servers": ([],),
-    "service_tier": ("auto", "standard_only"),
-    "speed": ("standard",),
-}
-"""Fields that are refused, with the values besides null at which they change nothing."""
 _NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
@@ -113,7 +103,7 @@ _NAMES = {
 
 async def messages(app: App, exchange: HTTPExchange) -> None:
     """POST /v1/messages"""
-    await run(app, exchange, MessagesBody, _prepare, answer_in_events)
+    await run(app, exchange, MessagesBody, _prepare, answer_in_parts)
 
 
 async def count_tokens(app: App, exchange: HTTPExchange) -> None:
@@ -157,7 +147,7 @@ def _refuse(body: CountTokensBody) -> None:
     """Raise `APIError` for a field that this server cannot honour and that asks for something."""
     if body.thread is not None:
         raise invalid("thread", "conversations are not kept: send all messages", NO_THREADS)
-    refuse_fields(body, _ASK_FOR_NOTHING)
+    refuse_fields(body)
     wanted = body.context_management
     for number, change in enumerate((wanted and wanted.edits) or ()):
         if not change.type.startswith(_CLEARING):

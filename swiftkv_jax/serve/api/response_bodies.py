@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from ..protocol import Body, ContentPart, Effort, Function, ToolName
+from ..protocol import Body, ContentPart, Effort, Foreign, Function, Refused, ToolName
 
 
 class InputItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -132,14 +132,19 @@ class ResponsesBody(Body, kw_only=True):
     prompt_cache_retention: Any = None
     metadata: dict[str, str] | None = None
 
-    # Refused unless they ask for nothing.
-    background: Any = None
-    context_management: Any = None
-    conversation: Any = None
-    moderation: Any = None
-    previous_response_id: Any = None
-    prompt: Any = None
-    service_tier: Any = None
-    store: Any = None
-    top_logprobs: Any = None
-    truncation: Any = None
+    background: Annotated[Any, Refused((False,), "answers are not kept: ask with `stream`")] = None
+    context_management: Annotated[Any, Refused(([],))] = None
+    conversation: Annotated[
+        Any, Refused(reason="conversations are not kept: send all items in `input`")
+    ] = None
+    moderation: Foreign = None
+    previous_response_id: Annotated[
+        Any, Refused(reason="answers are not kept: send all items in `input`")
+    ] = None
+    prompt: Foreign = None
+    service_tier: Annotated[Any, Refused(("auto", "default"))] = None
+    store: Annotated[
+        Any, Refused((False,), "answers are not kept: leave `store` out, or set it to false")
+    ] = None
+    top_logprobs: Annotated[Any, Refused((0,))] = None
+    truncation: Annotated[Any, Refused(("disabled",))] = None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from ..errors import APIError, PromptTooLong
 from ..http.exchange import named_event
-from ..service.generation import Choice, Generation, TextDelta
+from ..service.generation import Choice, Generation
 from ..text.call_parser import ToolCallDelta
-from ..text.reasoning import ReasoningDelta
+from .part_writer import PartWriter, TextKind
 
 _TEXT_EVENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "message": ("response.output_text", {"logprobs": []}),
@@ -23,22 +23,23 @@ _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 """Status of an error -> the code of OpenAI's that comes nearest; `server_error` for others."""
 
 
-class ResponseWriter:
-    """One answer. Reasoning, each stretch of text and each call of a function are items of their
-    own; one is closed before the next is opened."""
+class ResponseWriter(PartWriter):
+    """An answer in items. Each has one part of text, or is a call of a function."""
+
+    kinds: ClassVar[dict[TextKind, str]] = {"text": "message", "reasoning": "reasoning"}
 
     def __init__(
         self, facts: dict[str, Any], namespaced: Mapping[str, tuple[str, str]] | None = None
     ):
         """`facts` are fields of the response object. `namespaced` maps names that the model has for
         functions to (namespace, name)."""
-        self._namespaced = namespaced or {}
-        self.answer: dict[str, Any] = {
+        items: list[dict[str, Any]] = []
+        answer = {
             "object": "response",
             "status": "in_progress",
             "error": None,
             "incomplete_details": None,
-            "output": [],
+            "output": items,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "store": False,
@@ -46,24 +47,9 @@ class ResponseWriter:
             "usage": None,
             **facts,
         }
+        super().__init__(answer, items)
+        self._namespaced = namespaced or {}
         self._sequence_number = 0
-        self._open: dict[str, Any] | None = None
-        """The item that grows."""
-        self._texts: list[str] = []
-        """Its text, or the arguments of its call."""
-
-    def add(self, generation: Generation, delta: TextDelta) -> bytes:
-        """Add what has become certain. Returns its events, the first time after those that begin
-        every answer."""
-        events = self.begin()
-        for part in delta.joined_parts():
-            if isinstance(part, ToolCallDelta):
-                events += self._add_call(part)
-            elif isinstance(part, ReasoningDelta):
-                events += self._add_text("reasoning", part.text)
-            else:
-                events += self._add_text("message", part)
-        return events
 
     def begin(self) -> bytes:
         """The events that begin every answer, once."""
@@ -72,44 +58,72 @@ class ResponseWriter:
         names = "response.created", "response.in_progress"
         return b"".join(self._event(name, response=self.answer) for name in names)
 
-    def _add_text(self, kind: str, text: str) -> bytes:
-        events = b""
-        if self._open is None or self._open["type"] != kind:
-            events += self._begin_message() if kind == "message" else self._begin_reasoning()
-        self._texts.append(text)
-        name, fields = _TEXT_EVENTS[kind]
-        where = self._where() | {"content_index": 0}
-        return events + self._event(f"{name}.delta", **where, delta=text, **fields)
+    def _begin(self, generation: Generation) -> bytes:
+        return self.begin()
 
-    def _add_call(self, call: ToolCallDelta) -> bytes:
-        events = b""
-        if call.name is not None:
-            namespace, name = self._namespaced.get(call.name, (None, call.name))
-            item = {
-                "id": f"fc_{secrets.token_hex(12)}",
-                "type": "function_call",
-                "status": "in_progress",
-                "call_id": call.id,
-                "name": name,
-                "arguments": "",
-            }
-            events += self._begin(item | ({"namespace": namespace} if namespace else {}))
-        if call.arguments:
-            self._texts.append(call.arguments)
-            events += self._event(
-                "response.function_call_arguments.delta", **self._where(), delta=call.arguments
-            )
+    def _text_part(self, kind: TextKind) -> dict[str, Any]:
+        number = secrets.token_hex(12)
+        common = {"status": "in_progress", "content": []}
+        if kind == "reasoning":
+            return {"id": f"rs_{number}", "type": "reasoning", "summary": [], **common}
+        return {"id": f"msg_{number}", "type": "message", **common, "role": "assistant"}
+
+    def _call(self, call: ToolCallDelta, name: str) -> dict[str, Any]:
+        namespace, name = self._namespaced.get(name, (None, name))
+        item = {
+            "id": f"fc_{secrets.token_hex(12)}",
+            "type": "function_call",
+            "status": "in_progress",
+            "call_id": call.id,
+            "name": name,
+            "arguments": "",
+        }
+        return item | ({"namespace": namespace} if namespace else {})
+
+    def _opened(self, part: dict[str, Any]) -> bytes:
+        index = len(self._parts) - 1
+        events = self._event("response.output_item.added", output_index=index, item=part)
+        if part["type"] == "function_call":
+            return events
+        text: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+        if part["type"] == "message":
+            text = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        events += self._event("response.content_part.added", **self._inside(), part=text)
+        part["content"].append(text)
         return events
 
+    def _grown(self, part: dict[str, Any], text: str) -> bytes:
+        if part["type"] == "function_call":
+            name = "response.function_call_arguments.delta"
+            return self._event(name, **self._where(), delta=text)
+        name, fields = _TEXT_EVENTS[part["type"]]
+        return self._event(f"{name}.delta", **self._inside(), delta=text, **fields)
+
+    def _closed(self, part: dict[str, Any], written: str, status: str) -> bytes:
+        part["status"] = status
+        if part["type"] == "function_call":
+            part["arguments"] = written
+            said = {"name": part["name"], "arguments": written}
+            name = "response.function_call_arguments.done"
+            events = self._event(name, **self._where(), **said)
+        else:
+            (text,) = part["content"]
+            text["text"] = written
+            name, fields = _TEXT_EVENTS[part["type"]]
+            events = self._event(f"{name}.done", **self._inside(), text=written, **fields)
+            events += self._event("response.content_part.done", **self._inside(), part=text)
+        index = len(self._parts) - 1
+        return events + self._event("response.output_item.done", output_index=index, item=part)
+
     def end(self, generation: Generation, choice: Choice) -> bytes:
-        """The last events, when all has been added; `answer` is whole then."""
-        cut = choice.finish_reason == "length"
-        events = b"" if self._output else self._begin_message()
-        events += self._close("incomplete" if cut else "completed")
+        is_cut = choice.finish_reason == "length"
+        status = "incomplete" if is_cut else "completed"
+        events = b"" if self._parts else self._open_part(self._text_part("text"))
+        events += self._close(status)
         prompt, new = generation.num_prompt_tokens, generation.num_tokens
         self.answer |= {
-            "status": "incomplete" if cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "status": status,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "usage": {
                 "input_tokens": prompt,
                 "input_tokens_details": {"cached_tokens": generation.num_cached_tokens},
@@ -118,76 +132,23 @@ class ResponseWriter:
                 "total_tokens": prompt + new,
             },
         }
-        return events + self._event(f"response.{self.answer['status']}", response=self.answer)
+        return events + self._event(f"response.{status}", response=self.answer)
 
     def fail(self, error: APIError) -> bytes:
-        """The last events of an answer that cannot go on."""
         events = self.begin() + self._close("incomplete")
         code = _ERROR_CODES.get(error.status, "server_error")
-        code = error.code if isinstance(error, PromptTooLong) else code
+        if isinstance(error, PromptTooLong):
+            code = error.code
         self.answer |= {"status": "failed", "error": {"code": code, "message": error.message}}
         return events + self._event("response.failed", response=self.answer)
 
-    # Items ------------------------------------------------------------------------
-
-    @property
-    def _output(self) -> list[dict[str, Any]]:
-        return self.answer["output"]
-
-    def _begin_message(self) -> bytes:
-        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        return self._begin_text({"id": f"msg_{secrets.token_hex(12)}", "type": "message"}, part)
-
-    def _begin_reasoning(self) -> bytes:
-        item = {"id": f"rs_{secrets.token_hex(12)}", "type": "reasoning", "summary": []}
-        return self._begin_text(item, {"type": "reasoning_text", "text": ""})
-
-    def _begin_text(self, item: dict[str, Any], part: dict[str, Any]) -> bytes:
-        content: list[dict[str, Any]] = []
-        item |= {"status": "in_progress", "content": content}
-        if item["type"] == "message":
-            item["role"] = "assistant"
-        events = self._begin(item)
-        where = self._where() | {"content_index": 0}
-        events += self._event("response.content_part.added", **where, part=part)
-        content.append(part)
-        return events
-
-    def _begin(self, item: dict[str, Any]) -> bytes:
-        events = self._close("completed")
-        self._output.append(item)
-        self._open, self._texts, index = item, [], len(self._output) - 1
-        return events + self._event("response.output_item.added", output_index=index, item=item)
-
-    def _close(self, status: str) -> bytes:
-        """Close the item that grows."""
-        if (item := self._open) is None:
-            return b""
-        events, where = b"", self._where()
-        item["status"], self._open = status, None
-        written = "".join(self._texts)
-        if item["type"] == "function_call":
-            item["arguments"] = written
-            events += self._event(
-                "response.function_call_arguments.done",
-                **where,
-                name=item["name"],
-                arguments=written,
-            )
-        else:
-            (part,) = item["content"]
-            part["text"] = written
-            inside = where | {"content_index": 0}
-            name, fields = _TEXT_EVENTS[item["type"]]
-            events += self._event(f"{name}.done", **inside, text=written, **fields)
-            events += self._event("response.content_part.done", **inside, part=part)
-        return events + self._event(
-            "response.output_item.done", output_index=where["output_index"], item=item
-        )
-
     def _where(self) -> dict[str, Any]:
-        """The item that grows, in an event."""
-        return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
+        """The last item, in an event."""
+        return {"item_id": self._parts[-1]["id"], "output_index": len(self._parts) - 1}
+
+    def _inside(self) -> dict[str, Any]:
+        """The text of the last item, in an event."""
+        return self._where() | {"content_index": 0}
 
     def _event(self, name: str, /, **fields: Any) -> bytes:
         event = {"type": name, "sequence_number": self._sequence_number, **fields}

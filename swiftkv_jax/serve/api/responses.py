@@ -26,9 +26,9 @@ from ..protocol import (
 )
 from ..service.admission import Reservation
 from ..service.generation import Generation
-from .event_stream import answer_in_events
 from .generate import chat_generation
 from .offered_tools import OfferedTools
+from .part_writer import answer_in_parts
 from .response_bodies import (
     InputItem,
     ReasoningOptions,
@@ -54,20 +54,6 @@ _FIELDS = (
 )
 """Fields that an item has by its type alone."""
 
-
-_ASK_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "context_management": ([],),
-    "conversation": (),
-    "moderation": (),
-    "previous_response_id": (),
-    "prompt": (),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
-}
-"""Fields that are refused, with the values besides null at which they change nothing."""
 _NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -87,23 +73,17 @@ _INCLUDABLE = (
 )
 """What `include` may ask for. Reasoning is in an answer as text, which a client sends back in place
 of `encrypted_content`; no answer has anything of the others."""
-_STATELESS = {
-    "background": "answers are not kept: ask with `stream`",
-    "conversation": "conversations are not kept: send all items in `input`",
-    "previous_response_id": "answers are not kept: send all items in `input`",
-    "store": "answers are not kept: leave `store` out, or set it to false",
-}
 
 
 async def responses(app: App, exchange: HTTPExchange) -> None:
     """POST /v1/responses"""
-    await run(app, exchange, ResponsesBody, _prepare, answer_in_events)
+    await run(app, exchange, ResponsesBody, _prepare, answer_in_parts)
 
 
 async def _prepare(
     app: App, exchange: HTTPExchange, body: ResponsesBody, reservation: Reservation
 ) -> tuple[Generation, ResponseWriter]:
-    refuse_fields(body, _ASK_FOR_NOTHING, _STATELESS)
+    refuse_fields(body)
     if body.stream_options is not None and body.stream_options.include_obfuscation:
         raise unsupported("stream_options.include_obfuscation")
     for number, wanted in enumerate(body.include or ()):

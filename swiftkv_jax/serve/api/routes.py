@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
+import functools
+import hashlib
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable
+from importlib import resources
 from typing import Any
 
 from starlette.applications import Starlette
@@ -22,7 +27,6 @@ from .exposition import exposition
 from .generate import chat_completions, completions
 from .message_events import use_message_errors
 from .messages import count_tokens, messages
-from .page import page
 from .responses import responses
 from .schema import openapi
 from .score import score
@@ -61,7 +65,7 @@ def asgi(app: App) -> Starlette:
     ]
     public = {"/health", "/ready", "/ping", "/version", "/"}
     if app.options.page:
-        root.append(("/", ["GET"], page))
+        root.append(("/", ["GET"], web_page))
     if app.options.metrics_public:
         public.add("/metrics")
     routes = [
@@ -245,3 +249,36 @@ def _card(app: App, name: str) -> dict[str, Any]:
         "has_chat_template": bool(app.tokenizer.chat_template) if is_open else None,
         "permission": [],
     }
+
+
+async def web_page(app: App, exchange: HTTPExchange) -> None:
+    """GET /: a page to talk to the model, with a key that its reader types."""
+    content, policy = _web_page()
+    exchange.extra |= {
+        "content-security-policy": policy,
+        "referrer-policy": "no-referrer",
+        "x-frame-options": "DENY",
+    }
+    await exchange.send_bytes(200, content, "text/html; charset=utf-8")
+
+
+@functools.cache
+def _web_page() -> tuple[bytes, str]:
+    """(the page, a policy under which nothing but its own script and style runs)."""
+    text = resources.files(__package__).joinpath("page.html").read_text("utf-8")
+    allowed = {
+        name: base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
+        for name in ("script", "style")
+        if (found := re.search(f"<{name}>(.*?)</{name}>", text, re.DOTALL))
+    }
+    policy = "; ".join(
+        [
+            "default-src 'none'",
+            "connect-src 'self'",
+            *(f"{name}-src 'sha256-{digest}'" for name, digest in allowed.items()),
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        ]
+    )
+    return text.encode(), policy

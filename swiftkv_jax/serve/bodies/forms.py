@@ -16,7 +16,6 @@ from ..text.tool_calls import ToolCallParser
 from ..text.tool_formats import UNPARSED, ToolFormat
 from ..text.xml_tool_calls import XMLToolCallParser
 from .call_grammars import calls_grammar
-from .xml_call_grammars import xml_calls_grammar
 
 MAX_TOOLS = 128
 NO_ARGUMENTS: Mapping[str, Any] = {
@@ -103,10 +102,7 @@ def form_of(body: Sampling, tool_format: ToolFormat | None) -> Form:
         if tool.function.name in form.tools
     }
     try:
-        if tool_format.name == "qwen3_coder":
-            lark = xml_calls_grammar(schemas, tool_format, single=form.single_call)
-        else:
-            lark = calls_grammar(schemas, tool_format, single=form.single_call)
+        lark = calls_grammar(schemas, tool_format, single=form.single_call)
     except UsageError as error:
         raise invalid("tools", f"`tools`: {error}", "invalid_grammar") from None
     return dataclasses.replace(form, grammar=lark, param="tools")

@@ -8,10 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import UsageError
-from ...infer.engine.sampling_params import MAX_BIASES, MAX_LOGPROBS, SamplingParams
+from ...infer.engine.sampling_params import (
+    MAX_BIASES,
+    MAX_LOGPROBS,
+    SamplingParams,
+    is_neutral,
+)
 from ..errors import PromptTooLong, invalid, of_usage, unsupported
 from ..options import MAX_LOGPROB_ENTRIES, ServerOptions
-from ..protocol import Body, ChatBody, CompletionBody, Sampling
+from ..protocol import Body, ChatBody, CompletionBody, Sampling, refused_fields
 from ..text.prompts import Truncation
 
 MAX_STOP_CHARACTERS = 512
@@ -26,64 +31,10 @@ _SAME_NAME = (
     "stop_token_ids ignore_eos n"
 ).split()
 
-_ASK_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
-    "documents": ([],),
-    "early_stopping": (False,),
-    "echo": (False,),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "modalities": (["text"],),
-    "service_tier": ("auto", "default"),
-    "spaces_between_special_tokens": (True,),
-    "store": (False,),
-    "suffix": ("",),
-    "use_beam_search": (False,),
-    "watermarking": (False,),
-}
-"""Fields that are refused, with the values besides null at which they change nothing."""
-
-_REASONS = {
-    "chat_template": "templates come from the checkpoint or the server's command line alone",
-    "functions": "`functions` is deprecated: the field is `tools`",
-    "function_call": "`function_call` is deprecated: the field is `tool_choice`",
-    "thinking": "`thinking` is not supported: `reasoning_effort` 'none' switches reasoning off",
-    **{
-        f"guided_{kind}": f"`guided_{kind}` is now `structured_outputs.{kind}`"
-        for kind in ("choice", "grammar", "json", "regex")
-    },
-}
-
-_REFUSED = {
-    name: _ASK_FOR_NOTHING.get(name, ())
-    for name in sorted(
-        {
-            "audio",
-            "chat_template",
-            "function_call",
-            "functions",
-            "kv_transfer_params",
-            "moderation",
-            "prediction",
-            "prompt_embeds",
-            "repetition_detection",
-            "stream_interval",
-            "thinking",
-            "thinking_token_budget",
-            "verbosity",
-            "vllm_xargs",
-            "web_search_options",
-            *(f"guided_{kind}" for kind in ("choice", "grammar", "json", "regex")),
-            *_ASK_FOR_NOTHING,
-        }
-    )
-}
-_REFUSED_BUT_ECHO = {name: nothing for name, nothing in _REFUSED.items() if name != "echo"}
-
 
 def refuse_unsupported(body: Sampling) -> None:
     """Raise `APIError` for a field that this server cannot honour and that asks for something."""
-    refused = _REFUSED_BUT_ECHO if isinstance(body, CompletionBody) else _REFUSED
-    refuse_fields(body, refused, _REASONS)
+    refuse_fields(body)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise unsupported("best_of", "`best_of` must be equal to `n`")
     stream = body.stream_options
@@ -112,22 +63,11 @@ def priority_of(body: Sampling, options: ServerOptions) -> int:
     return priority
 
 
-def refuse_fields(
-    body: Body, refused: Mapping[str, tuple[Any, ...]], reasons: Mapping[str, str] | None = None
-) -> None:
-    """Raise `APIError` for a field that asks for something. `refused` maps fields to the values
-    besides null at which they change nothing, `reasons` some of them to a message."""
-    for name, nothing in refused.items():
-        if _asks_for_something(getattr(body, name, None), nothing):
-            raise unsupported(name, (reasons or {}).get(name, ""))
-
-
-def _asks_for_something(value: Any, nothing: tuple[Any, ...]) -> bool:
-    """Whether a value is neither null nor one of those that change nothing."""
-    # `True == 1`: a bool is no number here.
-    return value is not None and not any(
-        value == one and isinstance(value, bool) == isinstance(one, bool) for one in nothing
-    )
+def refuse_fields(body: Body) -> None:
+    """Raise `APIError` for a field marked as `Refused` that asks for something."""
+    for name, refused in refused_fields(type(body)).items():
+        if not is_neutral(getattr(body, name), refused.neutral):
+            raise unsupported(name, refused.reason)
 
 
 def truncation_of(body: ChatBody | CompletionBody, max_model_len: int) -> Truncation | None:

@@ -79,7 +79,9 @@ class EngineThread:
         self._idle_seconds = 0.0
         self._last_step: float | None = None
         """`time.monotonic()` of the last step; None while the thread waits for something to do."""
-        self.iteration_tokens = Histogram(ITERATION_BUCKETS)
+        self.iteration_tokens = Histogram(
+            "vllm:iteration_tokens_total", "Of an engine step, cached and new.", ITERATION_BUCKETS
+        )
         """Tokens that a step sent through prefill, and that it received; steps without any are left
         out. Written by the engine's thread."""
         self.snapshot = self._take_snapshot()

@@ -26,6 +26,8 @@ LATENCY_BUCKETS = (
     480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
 N_BUCKETS = (1, 2, 5, 10, 20)
+EACH = "Of a request."
+BODY = "From the last byte of the body."
 LAG_SECONDS = 60
 """Prometheus scrapes at least once a minute by default."""
 
@@ -47,23 +49,40 @@ class Metrics:
         self.loop_lag = RecentMaximum(LAG_SECONDS)
         """Delays of the connections' thread in seconds."""
         self.num_connections: Callable[[], int] = lambda: 0
-        self.ttft, self.itl = Histogram(TTFT_BUCKETS), Histogram(TPOT_BUCKETS)
-        self.tpot, self.e2e = Histogram(TPOT_BUCKETS), Histogram(LATENCY_BUCKETS)
+        self.ttft = Histogram("vllm:time_to_first_token_seconds", BODY, TTFT_BUCKETS)
+        self.itl = Histogram("vllm:inter_token_latency_seconds", "Between tokens.", TPOT_BUCKETS)
+        self.tpot = Histogram("vllm:request_time_per_output_token_seconds", EACH, TPOT_BUCKETS)
+        self.e2e = Histogram("vllm:e2e_request_latency_seconds", BODY, LATENCY_BUCKETS)
         self.phases = {
-            name: Histogram(LATENCY_BUCKETS) for name in ("queue", "inference", "prefill", "decode")
+            name: Histogram(f"vllm:request_{name}_time_seconds", EACH, LATENCY_BUCKETS)
+            for name in ("queue", "inference", "prefill", "decode")
         }
-        self.prompt_lengths = self.computed_lengths = self.max_tokens = Histogram(())
-        self.answer_lengths = self.longest_answers = Histogram(())
-        self.samples = Histogram(N_BUCKETS)
-        self.tokenize = Histogram(TTFT_BUCKETS)
+        self.samples = Histogram("vllm:request_params_n", EACH, N_BUCKETS)
+        self.tokenize = Histogram("swiftkv:tokenize_seconds", EACH, TTFT_BUCKETS)
+        self.max_tokens = Histogram("vllm:request_params_max_tokens", EACH)
+        self.prompt_lengths = Histogram("vllm:request_prompt_tokens", "Of a prompt.")
+        self.computed_lengths = Histogram(
+            "vllm:request_prefill_kv_computed_tokens", "Of a prompt, those that were not cached."
+        )
+        self.answer_lengths = Histogram("vllm:request_generation_tokens", "Of a sequence.")
+        self.longest_answers = Histogram(
+            "vllm:request_max_num_generation_tokens", "Of the longest sequence of a prompt."
+        )
 
     def set_longest(self, max_model_len: int) -> None:
-        """Now that the model is known."""
+        """Choose the buckets of lengths, now that the model is known."""
         buckets = token_buckets(max_model_len)
-        self.prompt_lengths, self.computed_lengths, self.max_tokens = (
-            Histogram(buckets) for _ in range(3)
-        )
-        self.answer_lengths, self.longest_answers = Histogram(buckets), Histogram(buckets)
+        self.max_tokens.set_buckets(buckets)
+        self.prompt_lengths.set_buckets(buckets)
+        self.computed_lengths.set_buckets(buckets)
+        self.answer_lengths.set_buckets(buckets)
+        self.longest_answers.set_buckets(buckets)
+
+    @property
+    def histograms(self) -> list[Histogram]:
+        """All of them."""
+        found = [value for value in vars(self).values() if isinstance(value, Histogram)]
+        return [*found, *self.phases.values()]
 
     # Events ---------------------------------------------------------------------------
 
