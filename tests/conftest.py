@@ -48,6 +48,7 @@ install_import_hook(FUNCTION_MODULES, "beartype.beartype")
 gc.freeze()
 gc.set_threshold(100_000, 20, 20)
 
+
 TEXT = """def main(argv):
     for word in argv: print(word, "naïve café, 東京 and 🙂🙃")
 """
@@ -103,11 +104,32 @@ LONGEST = [
 what they make; begun last, a long one would leave the others idle."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest files first."""
+    mark_long_cases(config, items)
 
     def rank(item: pytest.Item) -> int:
         file = item.nodeid.partition("::")[0]
         return LONGEST.index(file) if file in LONGEST else len(LONGEST)
 
     items.sort(key=rank)
+
+
+def mark_long_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the cases that `short` does not name as long. Raises `UsageError` for a name of no case,
+    where whole files are collected."""
+    kept = dict[tuple[str, ...], bool]()
+    for item in items:
+        if (marker := item.get_closest_marker("short")) is None:
+            continue
+        assert isinstance(item, pytest.Function)
+        for case in marker.args:
+            kept.setdefault((item.location[0], item.originalname, case), False)
+        case = item.callspec.id
+        kept[item.location[0], item.originalname, case] = True
+        if case not in marker.args:
+            item.add_marker(pytest.mark.long)
+    if unknown := [name for name, found in kept.items() if not found]:
+        if not any("::" in argument for argument in config.args):
+            raise pytest.UsageError(f"`short` names cases that do not exist: {unknown}")

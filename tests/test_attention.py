@@ -192,6 +192,7 @@ def test_each_device_has_its_part_of_the_pool(monkeypatch):
     assert seen == [((2, T, 4, H), (6, 2, 16, H), (2, 3))]
 
 
+@pytest.mark.short("shape0-8-1-8-4")
 @pytest.mark.parametrize(
     ("shape", "kv_heads", "rows", "heads", "keys"),
     [

@@ -26,6 +26,7 @@ from tests.checkpoints.hf_models import TIED, UNTIED, tensors
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.short("2x2")
 @pytest.mark.parametrize(
     "fixture, mesh", [(UNTIED, "1x1"), (TIED, "2x2"), (TIED, "1x4")], ids=["untied", "2x2", "1x4"]
 )
@@ -230,6 +231,7 @@ FULL_DISK = textwrap.dedent("""
 """)
 
 
+@pytest.mark.short("hf2orbax")
 @pytest.mark.parametrize("command", ["hf2orbax", "orbax2hf"])
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, command):
     """No file may grow beyond 20 kB, which fails as a full disk does."""

@@ -70,6 +70,7 @@ def test_prefill(swiftkv):
     )
 
 
+@pytest.mark.short("2-1-1-256", "3-1-2-0")
 @pytest.mark.parametrize(
     ("layers", "taps", "group", "neurons"), [(1, 0, 1, 0), (2, 1, 1, 256), (3, 1, 2, 0)]
 )
@@ -164,6 +165,7 @@ def test_decode_of_own_keys_and_values():
     assert one == pytest.approx(counted(config, DecodeProgram(1), swiftkv=False), rel=0.01)
 
 
+@pytest.mark.short("0")
 @pytest.mark.parametrize("tail", [0, 8])
 def test_two_caches(tail):
     """A second projection of queries in each upper layer, and a mix of shared values. XLA also

@@ -73,6 +73,7 @@ def ways(monkeypatch, way: str) -> None:
     monkeypatch.setattr(grouped, "choose_grouped", lambda *_: way)
 
 
+@pytest.mark.short("64-2-5-xla", "3-3-40-tpu", "8-1-1-tpu", "2-1-200-tpu", "8-3-9-tpu")
 @pytest.mark.parametrize("way", ["xla", "tpu"])
 @pytest.mark.parametrize(
     ("experts", "per_token", "length"),
@@ -141,6 +142,7 @@ def test_serving_has_inputs_first():
     )
 
 
+@pytest.mark.short("8-data=1,fsdp=2,model=2-tpu", "6-1x4-xla")
 @pytest.mark.parametrize("way", ["xla", "tpu"])
 @pytest.mark.parametrize("mesh", ["1x4", "2x2", "4x1", "data=1,fsdp=2,model=2"])
 @pytest.mark.parametrize("experts", [8, 6])  # 6: four devices cannot share them, and have all
@@ -277,6 +279,7 @@ def test_the_implementation_follows_the_device():
         assert grouped.choose_grouped(sizes, jnp.bfloat16) == "tpu"
 
 
+@pytest.mark.short("64-first", "64-last")
 @pytest.mark.parametrize("inputs", ["first", "last"])
 @pytest.mark.parametrize("size", [64, 128])
 def test_kernel_on_hopper(inputs, size):

@@ -126,6 +126,7 @@ def test_teacher_has_nothing_to_choose():
     assert own.cut(6) == config_from_hf(tiny.hf_config()).cut(6)
 
 
+@pytest.mark.short("hf")
 @pytest.mark.parametrize("save", [skv.save, skv.save_hf], ids=["orbax", "hf"])
 def test_checkpoints_keep_the_mode(save, tmp_path):
     model = setup(exact_tail=3)[2]

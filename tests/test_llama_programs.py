@@ -109,6 +109,7 @@ def test_boundary_programs_have_nothing_of_own_keys_and_values(name):
     assert sizes(PROGRAMS[name](own)) > BOUNDARY[name]
 
 
+@pytest.mark.short("score-fields1", "decode-fields0", "prefill-fields1")
 @pytest.mark.parametrize("fields", [{}, {"generated_kv": "own"}, {"key_value_group_size": 2}])
 @pytest.mark.parametrize("name", ["prefill", "score", "decode"])
 def test_layers_of_a_kind_are_lowered_once(name, fields):

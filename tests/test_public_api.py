@@ -45,6 +45,7 @@ def test_logits(recorded):
         )
 
 
+@pytest.mark.short("llama-trained-4of8-group2-tied-True")
 @pytest.mark.parametrize("swiftkv", [False, True])
 def test_greedy_continuations(recorded, swiftkv):
     model, reference = recorded
@@ -110,6 +111,7 @@ def whole(model):
     return split_layers(model.config.cut(8), model.llama)
 
 
+@pytest.mark.short("llama-trained-4of8-group2-tied")
 def test_orbax_round_trip(recorded, tmp_path):
     model, reference = recorded
     skv.save(model, tmp_path / "orbax")

@@ -58,6 +58,7 @@ def slopes(model: Model) -> np.ndarray:
     return np.asarray(sums[:, 0] / sums[:, 1])
 
 
+@pytest.mark.short("True")
 @pytest.mark.parametrize("bias", [False, True])
 def test_scores_of_shared_keys_have_the_teachers_slope(bias):
     """Of a student with groups that is calibrated for own keys; else they are smaller."""

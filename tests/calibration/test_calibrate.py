@@ -74,6 +74,7 @@ def linear_teacher(group: int, seed: int = 0, rotated: int = 8, **overrides) -> 
 TOKENS = RNG.integers(0, HF["vocab_size"], (12, 40))
 
 
+@pytest.mark.short("2-True-8", "4-False-8")
 @pytest.mark.parametrize(
     ("group", "bias", "rotated"),
     [
@@ -101,6 +102,7 @@ def test_a_model_with_linear_upper_layers_is_fitted_exactly(group, bias, rotated
 OWN, CLOSER = {"generated_kv": "own"}, {"prompt_attention_layers": 2, "boundary_taps": 1}
 
 
+@pytest.mark.short("boundary")
 @pytest.mark.parametrize("flags", [{}, OWN, OWN | CLOSER], ids=["boundary", "own", "closer"])
 def test_the_fit_does_not_depend_on_the_size_of_a_batch(flags, monkeypatch):
     """Nor does the scale of queries beside own keys, on the first tokens of some rows. The rows
@@ -300,6 +302,7 @@ def test_the_authors_classes_do_not_know_its_type(mixed, tmp_path):
     assert written["model_type"] == "llama_swiftkv" and "shared_kv_heads" not in written
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("quantization", ["int8", pytest.param("fp8", marks=pytest.mark.long)])
 def test_it_is_served_with_8_bit_weights(mixed, quantization, tmp_path):
     skv.save_hf(mixed, tmp_path / "hf")

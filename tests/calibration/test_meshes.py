@@ -79,6 +79,7 @@ def alone(request) -> tuple[tuple[int, int], Fit]:
     return (group, layers), fit(group, layers, None)
 
 
+@pytest.mark.short("alone2-2x2")
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -109,6 +110,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("generated_kv", "group", "batch_size"),
     [("own", 2, {}), pytest.param("boundary", 1, {"batch_size": 5}, marks=pytest.mark.long)],

@@ -33,6 +33,7 @@ def together(tmp_path_factory) -> Path:
     return out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("group", MESHES)
 def test_two_processes_calibrate_like_one(group, together):
     """Each has the whole delta, the pairing of heads where layers share, and the figures of every

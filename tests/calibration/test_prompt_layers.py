@@ -151,6 +151,7 @@ def expected(hf, tensors, batch: Batch, layers: int, taps: int, head: int = 0, n
     return maps, rows, found[::2], found[1::2]
 
 
+@pytest.mark.short("3-1-True-0-0", "2-1-False-0-5", "1-0-False-0-12")
 @pytest.mark.parametrize(
     ("layers", "taps", "bias", "head", "neurons"),
     [
@@ -202,6 +203,7 @@ def close(found, wanted):
     np.testing.assert_allclose(found, wanted, atol=2e-3 * scale)
 
 
+@pytest.mark.short("2-1")
 @pytest.mark.parametrize(("layers", "taps"), [(2, 1), (2, 0), (0, 1)])
 def test_groups_of_a_model_with_linear_upper_layers_are_fitted_exactly(layers, taps):
     teacher = linear_teacher(2, attention_bias=True)
@@ -219,6 +221,7 @@ def test_groups_of_a_model_with_linear_upper_layers_are_fitted_exactly(layers, t
     np.testing.assert_allclose(found, expected, atol=5e-3 * np.abs(expected).max())
 
 
+@pytest.mark.long
 def test_it_is_nearer_to_the_teacher():
     """A tap brings the student nearer, and prompt attention layers nearer still: after those a
     random teacher's keys have nothing of the token before."""
@@ -246,6 +249,7 @@ def test_first_tokens_that_keep_their_own_bring_it_nearer():
     assert loss(0, 1) < loss(0, 0) and loss(2, 1) < loss(2, 0)
 
 
+@pytest.mark.long
 def test_layers_with_keys_of_their_own_are_not_scaled():
     """Beside tokens' own keys, fitted ones are scaled without groups, and queries with groups."""
     teacher = random_teacher()

@@ -152,6 +152,7 @@ def test_shared_values_reach_the_bound_of_their_rank():
     )
 
 
+@pytest.mark.short("4-4-512-32")
 @pytest.mark.parametrize(
     ("count", "kv_heads", "size", "head_dim"),
     [(2, 8, 512, 64), (4, 4, 512, 32), (8, 4, 256, 32), (4, 1, 512, 128)],

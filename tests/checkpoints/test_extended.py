@@ -58,6 +58,9 @@ def same_logits(found: Model, wanted: Model, rounding: float = 0.0):
         np.testing.assert_allclose(skv.logits(found, TOKENS, swiftkv=swiftkv), expected, atol=atol)
 
 
+@pytest.mark.short(
+    "(2, 1, 2, 0, 5)-full", "(2, 1, 1, 1, 7)-delta", "(0, 1, 1, 0)-expanded", "(0, 0, 1, 1)-delta"
+)
 @pytest.mark.parametrize("format", ["full", "delta", "expanded"])
 def test_it_comes_back_from_a_hugging_face_folder(student, format, tmp_path):
     skv.save_hf(student, tmp_path / "hf", format=format)
@@ -82,6 +85,7 @@ def test_it_comes_back_from_a_hugging_face_folder(student, format, tmp_path):
         same_logits(back, student, 1e-6)
 
 
+@pytest.mark.short("(2, 1, 1, 1, 7)")
 def test_it_comes_back_from_orbax(student, tmp_path):
     skv.save(student, tmp_path / "orbax")
     back = skv.load(tmp_path / "orbax", dtype="float32")

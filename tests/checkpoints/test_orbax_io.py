@@ -85,6 +85,7 @@ def test_layout(saved):
     assert {p.name for p in (saved / "weights").iterdir()} == manifest["leaves"].keys()
 
 
+@pytest.mark.short("mesh1")
 @pytest.mark.parametrize("mesh", [None, (2, 2), (1, 4)])
 def test_load_is_exact_on_any_mesh(saved, mesh: tuple[int, int] | None):
     on = None if mesh is None else make_mesh(mesh)
@@ -134,6 +135,7 @@ def test_a_cut_without_a_delta_and_a_student_without_the_teacher(tmp_path):
         orbax_io.load_orbax(tmp_path / "slim", config=model.config.cut(1))
 
 
+@pytest.mark.short("cut0")
 @pytest.mark.parametrize("cut", [(2, 3), (6, 2), (8, 1)])
 def test_layers_can_be_split_elsewhere_while_loading(saved, cut):
     whole = load(TIED)

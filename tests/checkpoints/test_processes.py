@@ -88,6 +88,7 @@ def test_an_export_is_that_of_one_process(together, tmp_path, format):
         assert (together / format / name).read_bytes() == (tmp_path / format / name).read_bytes()
 
 
+@pytest.mark.long
 def test_they_continue_together_also_past_damage_that_one_of_them_sees(together):
     for kind, step in (
         ("checkpoints", "1"),

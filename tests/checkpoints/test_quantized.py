@@ -180,6 +180,7 @@ def test_groups_are_repeated_with_their_scales(tmp_path):
         np.testing.assert_array_equal(expanded.swiftkv.v.scale[layer], model.swiftkv.v.scale[0])
 
 
+@pytest.mark.long
 def test_our_own_directories(tmp_path):
     hf = tiny.hf_config(num_hidden_layers=4)
     model = skv.load(write(tmp_path / "plain", hf, tiny.tensors_for(hf)), quantization="int8")

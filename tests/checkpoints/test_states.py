@@ -11,6 +11,7 @@ import pytest
 from swiftkv_jax.checkpoints.states import STATE, DamagedError, read_leaf
 
 
+@pytest.mark.long
 def test_failed_reads_leave_no_unfinished_tasks(tmp_path):
     """Orbax's, which warn when they are collected: some reads in a hundred left one."""
     from orbax.checkpoint import v1 as ocp

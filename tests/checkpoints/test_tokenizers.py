@@ -184,6 +184,7 @@ def test_a_flag_without_its_token_adds_nothing(tmp_path, backends):
     assert ids(read(tmp_path), "a b") == backends["bytes"].encode("a b").ids
 
 
+@pytest.mark.short("bytes-settings1")
 @pytest.mark.parametrize(
     ("name", "settings"),
     [

@@ -116,12 +116,16 @@ def test_standard_streams_that_would_be_ascii():
     assert run.stdout == "naïve 'caf\\xe9'\n".encode()
 
 
+@pytest.mark.short("nonsense")
 @pytest.mark.parametrize("platforms", ["nonsense", ",", "cpu,", "cuda"])
 def test_platforms_that_are_not_there(platforms):
     line = error_of(shell(USES_A_DEVICE, JAX_PLATFORMS=platforms), 2)
     assert line.startswith(f"error: JAX_PLATFORMS={platforms!r} in the environment names a kind")
 
 
+@pytest.mark.short(
+    "{'OMPI_COMM_WORLD_SIZE': 'many'}-OMPI_COMM_WORLD_SIZE='many' in the environment"
+)
 @pytest.mark.parametrize(
     ("variables", "said"),
     [

@@ -73,6 +73,7 @@ def assert_interrupted(process: Process) -> list[str]:
 # While it starts ----------------------------------------------------------------
 
 
+@pytest.mark.short("infer-numpy", "train-jax._src.core", "convert-argparse")
 @pytest.mark.parametrize("imported", ["argparse", "numpy", "jax._src.core"])
 @pytest.mark.parametrize("module", ["infer", "train", "convert", "eval"])
 def test_in_the_middle_of_imports(module, imported):
@@ -230,6 +231,7 @@ def test_infer_that_waits_for_standard_input():
         assert_interrupted(process)
 
 
+@pytest.mark.long
 def test_train_that_reads_its_data(tmp_path):
     """Nothing has begun: there is no checkpoint, and no model."""
     (tmp_path / "code.txt").write_text("def f(x):\n    return x\n\n" * 5000)

@@ -10,14 +10,13 @@ from safetensors.numpy import load_file, save_file
 
 import swiftkv_jax as skv
 from swiftkv_jax.train.__main__ import main
-from tests.serve.process import SMALL, serving
 
 from . import models
 from .cases import CASES, tensor_for
 from .running import logits
 
 TEXT = "def main(argv):\n    for word in argv: print(word)\n\n\nclass A:\n    pass\n\n" * 60
-STEPS = 100
+STEPS = 40
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +50,7 @@ def test_distillation(case, teacher, tmp_path):
     command = [
         *("--model", str(path), "--data", str(data), "--output-dir", str(output)),
         *("--init", "leader", "--max-length", "32", "--batch-size", "4", "--learning-rate", "3e-3"),
-        *("--num-key-value-layers", "3", "--logging-steps", "1", "--save-steps", "40"),
+        *("--num-key-value-layers", "3", "--logging-steps", "1", "--save-steps", "20"),
         *("--max-steps", str(STEPS)),
     ]
     assert main(command) == 0
@@ -63,7 +62,7 @@ def test_distillation(case, teacher, tmp_path):
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
     assert list(losses) == list(range(1, STEPS + 1))
-    assert losses[STEPS] < losses[1] / 3
+    assert losses[STEPS] < losses[1] / 2
     exported = output / "model"
     before, after = (load_file(folder / "model.safetensors") for folder in (path, exported))
     assert all(np.array_equal(before[name], after[name]) for name in before)
@@ -73,10 +72,6 @@ def test_distillation(case, teacher, tmp_path):
     new = skv.generate(student, [prompt], max_tokens=6, ignore_eos=True)[0]
     best = logits(student, [prompt + new])[0, len(prompt) - 1 : -1]
     np.testing.assert_allclose(best[np.arange(6), new], best.max(-1), atol=1e-3)
-    with serving(exported, *SMALL, "--dtype", "float32") as server:
-        body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
-        (answer,) = server.ask("/v1/completions", body | {"return_token_ids": True})["choices"]
-        assert answer["token_ids"] == new
     assert json.loads((exported / "config.json").read_text())["model_type"] == (
         f"{CASES[case]['model_type']}_swiftkv"
     )

@@ -81,6 +81,7 @@ def test_formats_that_are_decoded(name, tmp_path):
     assert_same(skv.load(path, dtype="float32", mesh=skv.make_mesh("2x2")), plain)
 
 
+@pytest.mark.long
 def test_eight_bits_stay(tmp_path):
     """FP8 with a scale for each output of each expert; what is written leaves routers out."""
     config, encode = FP8_CHANNELS
@@ -111,6 +112,7 @@ def test_routers_may_be_left_out_by_name():
     assert read_quantization_config(other).kept is None
 
 
+@pytest.mark.short("int8")
 @pytest.mark.parametrize("format", ["fp8", "int8"])
 def test_quantised_when_loaded(format, tmp_path):
     path = models.write(CASE, tmp_path / "model")

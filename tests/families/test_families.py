@@ -28,6 +28,7 @@ SERVED = (
 """Cases whose options the engine has code for; the others are served by `make test-all`."""
 
 
+@pytest.mark.short("qwen2-window", "gemma3", "qwen3-moe")
 @pytest.mark.parametrize(
     "case",
     [case if case in SERVED else pytest.param(case, marks=pytest.mark.long) for case in CASES],
@@ -37,6 +38,7 @@ def test_greedy_text(case, load):
     assert greedy_text(load(case), expected.shape[1], swiftkv=False) == expected.tolist()
 
 
+@pytest.mark.short("qwen2", "gemma3", "phi4-mini", "qwen3-moe")
 @pytest.mark.parametrize("case", CASES)
 def test_there_and_back(case, load, tmp_path):
     """Every tensor bit for bit, fused ones too, under the names that they had; the config's every
@@ -51,6 +53,7 @@ def test_there_and_back(case, load, tmp_path):
     assert skv.load(tmp_path / "orbax").config == again
 
 
+@pytest.mark.long
 def test_long_factors_do_not_depend_on_the_prompts(load):
     """LongRoPE has the long factors for any text, unless `max_model_len` is short."""
     model, short, long = load("phi4-mini"), tokens()[0, :4].tolist(), tokens()[1].tolist()

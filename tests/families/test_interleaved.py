@@ -100,6 +100,7 @@ def test_read_straight_into_shards(case, mesh, load, tmp_path):
     assert all(np.array_equal(written[name], expected[name]) for name in expected)
 
 
+@pytest.mark.long
 def test_conversions_and_the_digest_of_the_base(load, tmp_path):
     """A delta that was trained on the Hugging Face directory fits the Orbax copy, and the other way
     round; the copy is written as the directory was."""

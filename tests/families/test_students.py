@@ -54,6 +54,7 @@ def student(model: Model, group: int = 1) -> Model:
     return other(skv.add_swiftkv(model, lower, group))
 
 
+@pytest.mark.short("qwen3-moe", "gemma3")
 @pytest.mark.parametrize("case", most_long("qwen2", "qwen3-moe", "gemma3", "olmo3", "smollm3"))
 def test_a_fresh_delta_leaves_the_first_upper_layer_as_it_was(case, load):
     model = skv.add_swiftkv(load(case), 3)
@@ -76,6 +77,7 @@ def test_a_fresh_delta_leaves_the_first_upper_layer_as_it_was(case, load):
     assert np.abs(np.asarray(last)).max() > 0.1
 
 
+@pytest.mark.short("gemma3")
 @pytest.mark.parametrize("case", most_long("qwen3", "gemma3"))
 def test_prompt_tokens_skip_the_upper_layers(case, load):
     """Text of the engine, whose prompt tokens stop at the boundary, is the likeliest by the full
@@ -212,6 +214,7 @@ def divergence(model: Model) -> float:
     return float((jnp.exp(p) * (p - q)).sum(-1)[:, :-1].mean())
 
 
+@pytest.mark.short("gemma3-1")
 @pytest.mark.parametrize(
     ("case", "group"),
     [

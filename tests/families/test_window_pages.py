@@ -37,6 +37,7 @@ def served(model: Model, pages: int, format: KVCacheDtype = "auto", **options) -
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("window", "format", "swiftkv"),
     [

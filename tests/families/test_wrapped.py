@@ -116,6 +116,7 @@ def test_a_head_beside_a_tied_one(tmp_path):
         skv.load(path)
 
 
+@pytest.mark.short("gemma3-files")
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_written_as_the_text_model(kind, spelling, load, tmp_path):
@@ -137,6 +138,7 @@ def test_written_as_the_text_model(kind, spelling, load, tmp_path):
         assert_same(skv.load(tmp_path / out, dtype="float32"), load(case))
 
 
+@pytest.mark.short("mistral3")
 @pytest.mark.parametrize("kind", KINDS)
 def test_students(kind, load, tmp_path):
     """A delta fits the model that it was trained on, as it is and as it is exported; a student is

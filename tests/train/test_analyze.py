@@ -156,6 +156,7 @@ def student_of(k: int, g: int, init: Init) -> tuple[Config, Llama, SwiftKV, list
     return config, llama, init_swiftkv(config, llama, start=init), []
 
 
+@pytest.mark.short("2-4-closed-form", "4-2-leader", "5-1-authors")
 @pytest.mark.parametrize("init", get_args(Init))
 @pytest.mark.parametrize(("k", "g"), [(1, 1), (2, 4), (4, 2), (5, 1)])
 def test_a_cut_equals_its_student(k, g, init, copies):

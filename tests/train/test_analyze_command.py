@@ -86,6 +86,7 @@ def test_the_command_on_the_demo_model(tmp_path, capsys):
     assert lines[-1] == f"next: {result['recommendation']['command']}"
 
 
+@pytest.mark.long
 def test_the_demo_models_cliff(tmp_path, capsys):
     """Below K = 3 the keys of layers 4 and 5 dip, and a tap or prompt layers fill the dip."""
     folder = tmp_path / "out"

@@ -111,6 +111,7 @@ def test_rows_that_are_not_fitted_to_are_measured(folder, capsys, monkeypatch):
     assert "nothing is measured, because all of --data was fitted to" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_shared_basis_that_the_model_has_is_left_behind(folder, capsys):
     """The copy and the fit are those of the teacher, whatever heads the old delta's layers read."""
     flags = ["--num-key-value-layers", "2", "--key-value-group-size", "2"]
@@ -169,6 +170,7 @@ def test_a_tail_that_covers_the_measured_prompt_is_said(folder, capsys):
     assert warning in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_queries_of_a_given_delta_are_scaled(folder, capsys):
     """As if it had been calibrated for own keys and values at once, without an exact tail, which
     weights tokens otherwise; all else stays."""

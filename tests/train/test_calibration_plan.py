@@ -75,6 +75,7 @@ def test_plan_of_shared_caches_beside_own_entries(capsys):
     assert "then a pass over 32,768 of these tokens" in capsys.readouterr().out
 
 
+@pytest.mark.short("2-2-0")
 @pytest.mark.parametrize(
     ("group", "layers", "taps"),
     [

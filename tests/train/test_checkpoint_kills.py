@@ -94,6 +94,7 @@ def test_a_save_that_failed_is_reported_by_the_next_one(tmp_path):
     assert_is(restore(tmp_path), 1)
 
 
+@pytest.mark.long
 def test_killed_while_saving(tmp_path):
     """kill -9 at three random moments of a process that saves all the time: the newest complete
     step is intact."""

@@ -71,6 +71,7 @@ def test_students_at_one_cut_have_the_weights_of_their_serving(sweep):
     assert np.abs(np.subtract(fits["boundary"], fits["own"]))[1:, 1:3].min() > 1e-3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("generated", [pytest.param("boundary", marks=pytest.mark.long), "own"])
 def test_a_student_equals_that_of_calibration(generated, sweep):
     compare = jax.jit(distill_sums, static_argnums=0, static_argnames="objective")

@@ -4,6 +4,8 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
+
 from swiftkv_jax.train.__main__ import main
 from tests.train.test_chosen_cut import write_analysis
 
@@ -46,6 +48,7 @@ def test_a_run_stops_when_the_held_out_loss_has_not_fallen_and_stays_stopped(tmp
         shutil.rmtree(run / "model")  # as after a kill in the export
 
 
+@pytest.mark.long
 def test_the_start_is_exported_where_training_made_it_worse(tmp_path, capsys):
     code = tmp_path / "code.txt"
     code.write_text(TEXT)

@@ -57,6 +57,7 @@ def test_far_tokens_are_found_once_and_lost_nats_reported_at_each_evaluation(
     assert "--eval-batches has changed" in capsys.readouterr().err
 
 
+@pytest.mark.short("2")
 @pytest.mark.parametrize("parts", [1, 2])
 def test_micro_batches_do_not_change_which_rows_are_measured(parts, tmp_path, monkeypatch):
     rows = []

@@ -40,6 +40,7 @@ def nll(model: Model, row: int, start: int, stop: int) -> np.ndarray:
     return -log_p[np.arange(stop - start - 1), tokens[0, 1:]]
 
 
+@pytest.mark.short("2x2-7", "None-24")
 @pytest.mark.parametrize("chunk", [LENGTH, 7])
 @pytest.mark.parametrize("mesh", [None, "2x2"])
 def test_far_predictions(chunk, mesh, monkeypatch):

@@ -70,6 +70,7 @@ def rows(run: Path) -> list[dict]:
     ]
 
 
+@pytest.mark.long
 def test_a_stop_changes_neither_metrics_nor_the_best_model(train, capsys):
     """Stopped at the step of an evaluation, then killed after that was made up, then to the end:
     the best state, of that very step, is kept and exported."""

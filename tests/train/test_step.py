@@ -92,6 +92,7 @@ def alone():
     return step_once()
 
 
+@pytest.mark.short("data=2,fsdp=2,model=2-2-True")
 @pytest.mark.parametrize(
     ("mesh", "accumulation", "shard_sequence"),
     [

@@ -219,6 +219,7 @@ def test_dummy_weights_in_8_bits(format):
     assert dequantize(gate, jnp.float32).std() == pytest.approx(STANDARD_DEVIATION, rel=0.05)
 
 
+@pytest.mark.short("own")
 @pytest.mark.parametrize("kv", ["boundary", "own"])
 def test_heads_that_are_paired_stay_so(kv):
     """The model that is measured answers as the one that was given."""

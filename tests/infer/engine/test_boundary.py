@@ -138,6 +138,7 @@ def check(name: str, requests, found: Answers) -> None:
         np.testing.assert_allclose(logprobs, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.short("boundary", "own, a tail, groups")
 @pytest.mark.parametrize(
     "name", [*list(CASES)[:-1], pytest.param("own, groups", marks=pytest.mark.long)]
 )
@@ -206,6 +207,7 @@ def test_a_preempted_request_goes_on(name, fields):
     assert roomy.stats.preemptions == 0 < tight.stats.preemptions
 
 
+@pytest.mark.short("own, a tail, groups-shape1")
 @pytest.mark.parametrize(("name", "shape"), [("boundary", (2, 2)), ("own, a tail, groups", (1, 4))])
 def test_a_mesh_changes_nothing(name, shape):
     """Rows, heads and widths are split; with (1, 4) there are copies of the two key/value heads."""

@@ -41,6 +41,7 @@ from tests.infer.engine.own_kv_engines import (
 # Against the oracle -----------------------------------------------------------
 
 
+@pytest.mark.short("own g=2")
 @pytest.mark.parametrize(
     "mode",
     [
@@ -86,6 +87,7 @@ EIGHT_BITS = {("tail 6", "fp8"), ("tail 6 g=2", "int8")}
 """Each format, and with and without groups."""
 
 
+@pytest.mark.short("tail 6-fp8")
 @pytest.mark.parametrize(
     ("mode", "format"),
     [
@@ -119,6 +121,7 @@ def test_a_cache_in_eight_bits_is_the_oracles(mode, format):
     )
 
 
+@pytest.mark.short("tail 6 g=2-(1, 4)")
 @pytest.mark.parametrize(
     ("mode", "shape"),
     [
@@ -169,6 +172,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.short("tail 6-tiny chunks0")
 @pytest.mark.parametrize(
     ("mode", "fields"),
     [
@@ -262,6 +266,7 @@ def test_samples_share_their_prompt(mode):
             np.testing.assert_allclose(logprobs, row[range(6), tokens], atol=2e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", ["int8", pytest.param("fp8", marks=LONG)])
 def test_quantised_weights_with_two_caches(format, tmp_path):
     """Heads are put into the order of the cache's; answers have the log-probabilities of whole

@@ -76,6 +76,7 @@ def test_requests_that_are_skipped():
     assert engine.stats.num_times_skipped == 1
 
 
+@pytest.mark.short("boundary")
 @pytest.mark.parametrize(
     ("more", "through_all_layers"),
     [

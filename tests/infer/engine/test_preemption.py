@@ -97,6 +97,7 @@ MODES = {
 SHORT = {("boundary", 1), ("8 bits", 1), ("own, a tail", 2)}
 
 
+@pytest.mark.short("own, a tail-2")
 @pytest.mark.parametrize(
     ("mode", "group"),
     [

@@ -36,6 +36,7 @@ def test_a_cpu_does_not_transpose_weights(program):
     assert memory.temp_size_in_bytes < gate_and_up / 4
 
 
+@pytest.mark.short("fsdp=2,model=2")
 @pytest.mark.parametrize("mesh", ["fsdp=4", "1x4", "fsdp=2,model=2"])
 def test_a_mesh_gathers_no_gate_and_up(mesh):
     """Decoding moves activations instead, which are smaller."""

@@ -27,6 +27,7 @@ engine = start(tiny.model_of(hf, tiny.tensors_for(hf)))
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "last", ["assert engine.has_work", pytest.param("del engine", marks=pytest.mark.long)]
 )

@@ -78,6 +78,7 @@ def dequantized(tree: Any) -> Any:
     )
 
 
+@pytest.mark.short("plain-True", "shared heads-False", "a norm of each key-True", "biases-True")
 @pytest.mark.parametrize("eight_bits", [False, True])
 @pytest.mark.parametrize("name", STUDENTS)
 def test_it_is_the_same_model(name, eight_bits):

@@ -11,6 +11,7 @@ from tests.infer.sampling.test_sampler import rows
 jitted_filter = jax.jit(filtered)
 
 
+@pytest.mark.short("1000")
 @pytest.mark.parametrize("vocab_size", [1000, 128_256])
 def test_filters_keep_what_a_stable_sort_keeps(vocab_size):
     """Random values, values with many ties, and all values equal."""

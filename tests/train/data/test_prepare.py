@@ -200,6 +200,7 @@ def test_a_killed_build_leaves_nothing_that_is_taken_for_a_dataset(tmp_path, tok
     assert is_packed_dataset(prepare(source, tokenizer, LENGTH, cache).path)
 
 
+@pytest.mark.long
 def test_two_processes_share_one_build(tmp_path, source):
     """Process 0 builds and both open; when it cannot, both say so and neither waits."""
     code = PREAMBLE + (
