@@ -162,7 +162,7 @@ def predict(device: DeviceModel, flags: str, config: Config = LLAMA_8B) -> dict[
     engine_options, cells = bench_options.plan(options)
     raws: dict[str, list[Raw]] = {}
     runners = {}
-    for name in options.variants:
+    for name in options.swiftkv:
         runner = runners[name] = PredictedRunner(device, config, name, engine_options)
         engine = Engine(runner, config=runner.config, eos_token_ids=(), options=engine_options)
         raws[name] = [

@@ -32,8 +32,9 @@ class Flag:
     """`%(default)s` stands for the field's default, `%(demo)s` for that of the demo."""
     metavar: str | None = None
     names: tuple[str, ...] = ()
-    """Option strings; by default the field's name, with hyphens. Those of a bool that begin with
-    `--no-` set it to False."""
+    """Option strings; by default the field's name, with hyphens. Those of a bool give it the value
+    that is not its default; if they name it and it is True by default, `--no-` is put before
+    them."""
     choices: Collection[Any] | None = None
     """By default the values of the field's `Literal`, if it is one."""
     parse: Callable[[str], Any] | None = None
@@ -147,10 +148,9 @@ def _how(option: Option) -> dict[str, Any]:
     """The arguments of `add_argument` that follow from the type."""
     flag, kind = option.flag, option.type
     if kind is bool:
-        value = not option.names[0].startswith("--no-")
-        if value and option.default is True:
+        if option.default and not option.names[0].startswith("--no-"):
             return {"action": argparse.BooleanOptionalAction}
-        return {"action": "store_const", "const": value}
+        return {"action": "store_const", "const": not option.default}
     choices = flag.choices
     if choices is None and typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)

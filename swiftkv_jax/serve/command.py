@@ -30,7 +30,8 @@ from ..infer.engine.sampling_params import SamplingParams
 from ..infer.structured.structured_outputs import GrammarCompiler
 from ..model.model import Model
 from ..process.distributed import announces_several
-from .options import KVEventsConfig, ServerOptions
+from .arguments import EngineFeatures, ServeCommand
+from .options import ServerOptions
 
 if TYPE_CHECKING:
     from .distributed.followers import Followers
@@ -50,14 +51,18 @@ def main(args: argparse.Namespace) -> int:
         if args.model is not None:
             raise UsageError(f"{args.directory} and `model`={args.model}: give one of them")
         args.model = args.directory
+    command = ServeCommand(**given(ServeCommand, args))
     model_options, options = ModelOptions.from_args(args), server_options(args)
     defaults: dict[str, Any] = {"structured_outputs": True, "single_step_rows": None}
-    engine_options = EngineOptions(**defaults | given(EngineOptions, args))
+    engine_fields = given(EngineOptions, args) | given(EngineFeatures, args)
+    engine_options = EngineOptions(**defaults | engine_fields)
     if options.kv_events_config is not None and not engine_options.enable_prefix_caching:
         raise UsageError("`kv_events_config` has no events without `enable_prefix_caching`")
     sampling = given(SamplingParams, args)
     SamplingParams(**sampling)
-    template = None if args.chat_template is None else chat_template_text(args.chat_template)
+    template = None
+    if command.chat_template is not None:
+        template = chat_template_text(command.chat_template)
     from ..checkpoints.auxiliary import has_tokenizer
     from ..checkpoints.tokenizer import has_chat_template
     from . import processes, server  # after the look for their packages
@@ -67,7 +72,7 @@ def main(args: argparse.Namespace) -> int:
         defaults = {"temperature": 1.0} | checkpoint_params(model) | sampling
         tokenizer = model.tokenizer
         if template is not None:
-            set_chat_template(tokenizer, template, str(args.chat_template))
+            set_chat_template(tokenizer, template, str(command.chat_template))
         facts = model_facts(model, mesh, model.uses_swiftkv(model_options.uses_swiftkv))
         report("compiling")
         compiler, chosen = None, engine_options
@@ -100,16 +105,16 @@ def main(args: argparse.Namespace) -> int:
                 "this checkpoint has no chat template: chats will be refused; `chat_template` FILE "
                 "gives one"
             )
-        if args.uds is not None:
-            listener, at = server.listen_unix(args.uds), f"unix:{args.uds}"
+        if command.uds is not None:
+            listener, at = server.listen_unix(command.uds), f"unix:{command.uds}"
         else:
-            listener = server.listen(args.host, args.port)
-            host = f"[{args.host}]" if ":" in args.host else args.host
+            listener = server.listen(command.host, command.port)
+            host = f"[{command.host}]" if ":" in command.host else command.host
             scheme = "http" if options.ssl_certfile is None else "https"
             at = f"{scheme}://{host}:{listener.getsockname()[1]}"
         logger.info(f"listening on {at}")
         name = model_options.name
-        again = None if args.api_key_file is None else (lambda: _keys(args))
+        again = None if command.api_key_file is None else (lambda: _keys(command))
         with asyncio.Runner(loop_factory=server.loop_factory()) as runner:
             served = server.serve(
                 options, name, listener, load, read_keys=again, followers=followers
@@ -117,8 +122,8 @@ def main(args: argparse.Namespace) -> int:
             try:
                 return runner.run(served) or OK
             finally:
-                if args.uds is not None:
-                    args.uds.unlink(missing_ok=True)
+                if command.uds is not None:
+                    command.uds.unlink(missing_ok=True)
 
     if announces_several(model_options.coordinator_address):
         open_model(model_options)  # a download ends before the others are waited for
@@ -156,30 +161,25 @@ def warm(engine: Engine) -> float:
 
 
 def server_options(args: argparse.Namespace) -> ServerOptions:
-    """From the arguments of `add_flags`. Raises `UsageError`."""
-    names = (field.name for field in dataclasses.fields(ServerOptions))
-    found = {name: getattr(args, name, None) for name in names}
-    given: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
-    given["served_model_name"] = tuple(args.served_model_name or ())
-    given["api_keys"] = _keys(args)
-    if args.kv_events_config is not None:
-        given["kv_events_config"] = KVEventsConfig.from_json(args.kv_events_config)
-    loopback = args.uds is not None or is_loopback(args.host)
-    if not loopback and not given["api_keys"] and not args.insecure:
+    """From the arguments of `add_arguments`. Raises `UsageError`."""
+    command, fields = ServeCommand(**given(ServeCommand, args)), given(ServerOptions, args)
+    fields["api_keys"] = _keys(command)
+    loopback = command.uds is not None or is_loopback(command.host)
+    if not loopback and not fields["api_keys"] and not command.insecure:
         raise UsageError(
-            f"`host`={args.host} can be reached from other machines: give `api_key` or "
+            f"`host`={command.host} can be reached from other machines: give `api_key` or "
             f"`api_key_file`, or say `insecure`"
         )
-    if args.allowed_hosts is not None or (loopback and args.uds is None):
-        own = "localhost", "127.0.0.1", "[::1]", args.host
-        given["allowed_hosts"] = (*own, *(args.allowed_hosts or ()))
-    return ServerOptions(**given)
+    if "allowed_hosts" in fields or (loopback and command.uds is None):
+        own = "localhost", "127.0.0.1", "[::1]", command.host
+        fields["allowed_hosts"] = (*own, *fields.get("allowed_hosts", ()))
+    return ServerOptions(**fields)
 
 
-def _keys(args: argparse.Namespace) -> dict[str, str]:
+def _keys(command: ServeCommand) -> dict[str, str]:
     from .http.auth import read_keys
 
-    return read_keys(args.api_key or (), args.api_key_file)
+    return read_keys(command.api_key, command.api_key_file)
 
 
 def is_loopback(host: str) -> bool:

@@ -8,8 +8,10 @@ import re
 import ssl
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from ..cli import token_count
+from ..cli.fields import option
 from ..errors import UsageError, reason_of
 
 MAX_PROMPTS = 128
@@ -18,9 +20,7 @@ MAX_LOGPROB_ENTRIES = 250_000
 """Log-probabilities that one request may ask for: an entry is some 2.4 KB in memory."""
 MAX_BODY_SIZE = 32 * 2**20
 """Bytes of a body, unless `max_body_size` says otherwise."""
-SCHEDULING_POLICIES = ("fcfs", "priority")
-ReasoningParser = Literal["auto", "think", "none"]
-REASONING_PARSERS: tuple[ReasoningParser, ...] = ("auto", "think", "none")
+_ORIGIN = r"[a-z][a-z\d+.-]*://[^/\s?#@*A-Z]+"
 _OF_THE_SERVER = (
     "add_generation_prompt chat_template continue_final_message conversation documents max_length "
     "messages padding processor_kwargs return_assistant_tokens_mask return_dict return_tensors "
@@ -99,6 +99,42 @@ class KVEventsConfig:
         return self.enable_kv_cache_events and self.publisher == "zmq"
 
 
+def parse_list(text: str) -> tuple[str, ...]:
+    """A list, A,B or in JSON as vLLM takes it. Raises `UsageError`."""
+    entries: object = text.split(",")
+    if text.lstrip()[:1] in ("[", '"'):
+        try:
+            entries = json.loads(text)
+        except ValueError as error:
+            raise UsageError(f"{text!r} is not JSON: {error}") from None
+    entries = [entries] if isinstance(entries, str) else entries
+    if not (isinstance(entries, list) and all(isinstance(one, str) for one in entries)):
+        raise UsageError(f"{text!r} is not a list of texts")
+    entries = [entry.strip() for entry in entries]
+    if "" in entries:
+        raise UsageError(f"{text!r} has an empty entry")
+    return tuple(entries)
+
+
+def parse_origins(text: str) -> tuple[str, ...]:
+    """A list of origins as browsers send them (RFC 6454, section 6.2): nothing else can match one.
+    Raises `UsageError`."""
+    origins = parse_list(text)
+    for origin in origins:
+        if origin not in ("*", "null") and not re.fullmatch(_ORIGIN, origin):
+            raise UsageError(
+                f"{origin!r} is not an origin, such as https://app.example or "
+                f"http://localhost:3000: scheme, host and port in lower case, without a path; * is "
+                f"every origin"
+            )
+    return origins
+
+
+def _timeout(default: float, text: str, **how: Any) -> float:
+    """The field of a time that has a limit."""
+    return option(default, f"seconds {text} (default: %(default)s)", metavar="S", **how)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerOptions:
     """Options of a server, with vLLM's names where it has them. Seconds where nothing else is said.
@@ -106,99 +142,160 @@ class ServerOptions:
     Raises `UsageError` that names the option.
     """
 
-    served_model_name: tuple[str, ...] = ()
-    """Names of the model; the first is the one in answers. Empty: the name of its folder."""
+    served_model_name: tuple[str, ...] = option(
+        (),
+        "name of the model in the API; repeat to accept further ones (default: that on the Hub, or "
+        "of the folder)",
+        metavar="NAME",
+        group="names and formats",
+    )
+    """The first is the one in answers."""
+    chat_template_kwargs: tuple[str, ...] = option(
+        (),
+        "variables of the chat template that requests may set",
+        metavar="A,B",
+        parse=parse_list,
+    )
+    """Those that switch reasoning may be set without it."""
+    tool_call_parser: Literal["auto", "llama3_json", "hermes", "qwen3_coder", "none"] = option(
+        "auto", "format in which the model calls tools (default: that of its chat template)"
+    )
+    """"none" refuses tools."""
+    reasoning_parser: Literal["auto", "think", "none"] = option(
+        "auto",
+        "how the model marks its reasoning; think is also qwen3 and deepseek_r1 (default: as its "
+        "chat template does)",
+        parse=lambda name: "think" if name in ("qwen3", "deepseek_r1") else name,
+    )
+    """"none" leaves it in the content."""
+    root_path: str = option(
+        "",
+        "prefix of all paths behind a proxy, such as /llm",
+        metavar="PATH",
+        group="address",
+    )
+    """Requests are answered with and without it."""
+    ssl_certfile: Path | None = option(None, "TLS certificate chain, PEM", metavar="FILE")
+    """None is plain HTTP."""
+    ssl_keyfile: Path | None = option(None, "its private key, without a password", metavar="FILE")
+    """None: it is in `ssl_certfile`."""
     api_keys: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False, repr=False)
     """Name of a key -> key. Empty: no key is needed."""
-    tokenizer_info: bool = False
-    """Answer /tokenizer_info with special tokens and chat template."""
-    metrics_public: bool = False
-    """Answer /metrics without a key."""
-    share_prefix_cache: bool = False
-    """Let requests of different keys share cached prefixes: the time to the first token then tells
-    one what another has asked."""
-    allowed_origins: tuple[str, ...] = ()
-    """Origins of web pages that may call the server; none by default."""
-    allowed_hosts: tuple[str, ...] | None = None
-    """Hosts of the Host header that are answered, without a port; None answers all, and a request
-    without the header, of HTTP/1.0, is always answered."""
-    unknown_fields: Literal["refuse", "ignore"] = "refuse"
-    """What to do with a field that no version of the API has; the header `x-ignored-fields` of the
-    answer names those that were ignored."""
+    metrics_public: bool = option(False, "answer /metrics without a key", group="access")
+    share_prefix_cache: bool = option(
+        False, "share cached prefixes between keys: response times then tell what others have asked"
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "origins of web pages that may call the server (CORS); * is all",
+        metavar="A,B",
+        parse=parse_origins,
+    )
+    allowed_hosts: tuple[str, ...] | None = option(
+        None,
+        "Host headers to answer (default: on loopback its own, else all)",
+        metavar="A,B",
+        parse=parse_list,
+    )
+    """Without a port; None answers all, and a request without the header, of HTTP/1.0, is always
+    answered."""
+    default_max_tokens: int | None = option(
+        None,
+        "max_tokens of chats that name none (default: all that fit)",
+        metavar="N",
+        parse=token_count,
+        group="limits of requests",
+    )
+    max_tokens_limit: int | None = option(
+        None, "largest max_tokens accepted", metavar="N", parse=token_count
+    )
+    unknown_fields: Literal["refuse", "ignore"] = option(
+        "refuse", "what to do with fields that the API does not have (default: %(default)s)"
+    )
+    """The header `x-ignored-fields` of the answer names those that were ignored."""
+    max_body_size: int | None = option(
+        None,
+        "bytes of a request's body (default: 64 for each token of --max-model-len)",
+        metavar="N",
+    )
+    """From 2 to 32 MiB by default."""
+    max_connections: int = option(4096, "(default: %(default)s)", metavar="N", group="admission")
+    max_num_queued_reqs: int | None = option(
+        None,
+        "sequences that wait or run (default: four for each slot, at least 64)",
+        metavar="N",
+    )
+    """Of all requests."""
+    max_num_queued_tokens: int | None = option(
+        None,
+        "prompt tokens that wait (default: those of 30 s of prefill, at least four times "
+        "--max-model-len)",
+        metavar="N",
+        parse=token_count,
+    )
+    """Those that are not cached yet."""
+    max_queued_bytes: int = option(
+        256 * 2**20, "bytes of bodies in memory (default: 256 MiB)", metavar="N"
+    )
+    """Of all requests that are not answered yet."""
+    max_reqs_per_key: int | None = option(
+        None, "sequences of one key (default: no limit)", metavar="N"
+    )
+    """Those that wait and run."""
+    scheduling_policy: Literal["fcfs", "priority"] = option(
+        "fcfs",
+        "order of the requests of one key: of arrival, or of their `priority` (default: "
+        "%(default)s)",
+    )
+    """Lower priorities come first, where 10 s of waiting count as much as a difference of 1."""
 
-    tool_call_parser: Literal["auto", "llama3_json", "hermes", "qwen3_coder", "none"] = "auto"
-    """Format of calls of tools; "auto" is that of the chat template, "none" refuses tools."""
-
-    reasoning_parser: ReasoningParser = "auto"
-    """How the model marks its reasoning; "auto" is by the chat template, "none" leaves it in the
-    content."""
-    chat_template_kwargs: tuple[str, ...] = ()
-    """Variables of the chat template that requests may set, besides those that switch reasoning.
-    """
-
-    root_path: str = ""
-    """Path under which a proxy serves this server, "/llm" for example. Requests are answered with
-    and without it."""
-    ssl_certfile: Path | None = None
-    """Certificate chain of TLS, in PEM; None is plain HTTP."""
-    ssl_keyfile: Path | None = None
-    """Its private key, unless that is in `ssl_certfile`."""
-
-    max_connections: int = 4096
-    max_body_size: int | None = None
-    """Bytes of a body; None is 64 for each token of `max_model_len`, from 2 to 32 MiB."""
-    max_num_queued_reqs: int | None = None
-    """Sequences that wait and run, of all requests; None is four times `max_num_seqs`, at least
-    64."""
-    max_num_queued_tokens: int | None = None
-    """Prompt tokens that are not cached yet; None is what 30 s of prefill take, at least four times
-    `max_model_len`."""
-    max_queued_bytes: int = 256 * 2**20
-    """Bytes of the bodies of all requests that are not answered yet."""
-    max_reqs_per_key: int | None = None
-    """Sequences of one key that wait and run."""
-    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    """Order of the requests of one key: that of their arrival, or of their `priority`, lower ones
-    first, where 10 s of waiting count as much as a difference of 1."""
-
-    queue_timeout: float = 120.0
-    """Time that a request may wait before its prefill begins."""
-    request_timeout: float = 3600.0
-    """Time that a request may take in all."""
-    write_timeout: float = 60.0
-    """Time that a client may leave a stream unread, once what the system buffers is full."""
+    queue_timeout: float = _timeout(120.0, "a request may wait", group="timeouts")
+    """Until its prefill begins."""
+    request_timeout: float = _timeout(3600.0, "a request may take")
+    write_timeout: float = _timeout(60.0, "a client may leave a stream unread")
+    """Once what the system buffers is full."""
     header_timeout: float = 10.0
     """Time from the first byte of a request to the end of its headers."""
     body_timeout: float = 30.0
     """Time for a body, and one second more for each 64 KiB of it."""
-    keep_alive_timeout: float = 75.0
-    """Time that a connection may stay open without a request."""
-    shutdown_timeout: float = 30.0
-    """Time that requests have to end after SIGTERM."""
-    shutdown_delay: float = 0.0
-    """Time after SIGTERM in which requests are still accepted, for load balancers that lag."""
-    stall_timeout: float = 60.0
-    """Time without an engine step, while there is work, after which /ready fails; after twice that
-    the process ends."""
-    sse_keep_alive: float = 10.0
-    """Silence of a stream after which a comment is sent, for proxies that cut silent ones."""
+    keep_alive_timeout: float = _timeout(75.0, "a connection may be idle")
+    stall_timeout: float = _timeout(60.0, "without an engine step after which /ready fails")
+    """While there is work; after twice that the process ends."""
+    shutdown_timeout: float = _timeout(30.0, "requests may take after SIGTERM")
+    shutdown_delay: float = _timeout(0.0, "after SIGTERM in which requests are still accepted")
+    """For load balancers that lag."""
+    sse_keep_alive: float = _timeout(10.0, "of silence after which a stream gets a comment")
+    """For proxies that cut silent ones."""
 
-    default_max_tokens: int | None = None
-    """`max_tokens` of a chat that names none, if there is room for so many; None is the room."""
-    max_tokens_limit: int | None = None
-    """Most `max_tokens`."""
-    page: bool = True
-    """Answer / with a page to talk to the model."""
-    log_requests: bool = False
-    """The log's line of a request has the beginning of its prompt."""
-    max_log_len: int = 200
-    """Characters of it."""
-    request_metrics: bool = False
-    """Answers have `metrics`: the times of their request."""
-    log_json: bool = False
+    tokenizer_info: bool = option(
+        False,
+        "/tokenizer_info: special tokens and the chat template",
+        names=("--enable-tokenizer-info", "--enable-tokenizer-info-endpoint"),
+        group="optional features",
+    )
+    request_metrics: bool = option(
+        False,
+        "`metrics` in answers: the times of the request",
+        names=("--enable-per-request-metrics",),
+    )
+    page: bool = option(True, "no page at / to talk to the model", names=("--no-page", "--no-ui"))
+    log_requests: bool = option(
+        False,
+        "log the beginning of each prompt",
+        names=("--log-requests", "--enable-log-requests"),
+        group="logs and events",
+    )
+    max_log_len: int = option(200, "characters of it (default: %(default)s)", metavar="N")
+    log_json: bool = option(False, "log JSON objects, one in a line")
     """The log's record of a request has its values as `fields`, in the place of a text."""
-    kv_events_config: KVEventsConfig | None = None
-    """Where events of the prefix cache are published; None is nowhere."""
+    kv_events_config: KVEventsConfig | None = option(
+        None,
+        "publish what enters and leaves the prefix cache, as vLLM does: "
+        '{"endpoint": "tcp://*:5557", "replay_endpoint", "topic", ...}',
+        metavar="JSON",
+        parse=str,
+        convert=KVEventsConfig.from_json,
+    )
 
     def __post_init__(self):
         for field in dataclasses.fields(self):

@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
     check_absent("`plot`", options.plot)
     check_plot(options.plot)
     engine_options, cells = plan(options)
-    names = options.variants
+    names = options.swiftkv
     source = open_source(options)
     positions = source.config.max_position_embeddings
     check_lengths(cells, min(positions, options.engine.get("max_model_len", sys.maxsize)))

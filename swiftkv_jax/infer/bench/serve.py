@@ -8,6 +8,7 @@ import datetime
 import itertools
 import json
 import logging
+import math
 import random
 import shlex
 import statistics
@@ -18,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from ...cli import ERROR, OK
+from ...cli.fields import given
 from ...errors import DataError, UsageError
 from ...process.files import write_json
 from ...process.jsonl import parse_object, read_lines
 from .cells import arrival_times
 from .http_client import Client, Timed
+from .serve_arguments import ServeBenchOptions
 
 logger = logging.getLogger(__name__)
 
@@ -43,28 +46,29 @@ def _fields(text: str) -> dict[str, Any]:
 
 
 def main(args: argparse.Namespace) -> int:
+    options = ServeBenchOptions(**given(ServeBenchOptions, args))
     for name in ("input_len", "output_len", "num_prompts", "vocab_size", "max_concurrency"):
-        value = getattr(args, name)
+        value = getattr(options, name)
         if value is not None and value < 1:
             raise UsageError(f"`{name}`={value} must be at least 1")
     for name in ("request_rate", "burstiness"):
-        if not getattr(args, name) > 0:
-            raise UsageError(f"`{name}`={getattr(args, name)} must be above 0")
-    if args.num_warmups < 0:
-        raise UsageError(f"`num_warmups`={args.num_warmups} must not be negative")
-    if args.prefix_len >= args.input_len:
-        raise UsageError(f"`prefix_len`={args.prefix_len} must be below `input_len`")
-    args.extra_body = _fields(args.extra_body)
-    limits = _goodput(args.goodput)
-    prompts = read_prompts(args.dataset) if args.dataset else random_prompts(args)
-    prompts = list(itertools.islice(itertools.cycle(prompts), args.num_prompts))
-    result = asyncio.run(measure(args, prompts))
+        if not getattr(options, name) > 0:
+            raise UsageError(f"`{name}`={getattr(options, name)} must be above 0")
+    if options.num_warmups < 0:
+        raise UsageError(f"`num_warmups`={options.num_warmups} must not be negative")
+    if options.prefix_len >= options.input_len:
+        raise UsageError(f"`prefix_len`={options.prefix_len} must be below `input_len`")
+    extra = _fields(options.extra_body)
+    limits = _goodput(options.goodput)
+    prompts = read_prompts(options.dataset) if options.dataset else random_prompts(options)
+    prompts = list(itertools.islice(itertools.cycle(prompts), options.num_prompts))
+    result = asyncio.run(measure(options, extra, prompts))
     timed: list[Timed] = result.pop("timed")
     result |= summary(timed, result["seconds"], limits)
     print(table(result))
-    if args.output is not None:
-        write_json(args.output, _document(args, result, timed))
-        logger.info(f"written to {args.output}")
+    if options.output is not None:
+        write_json(options.output, _document(options, result, timed))
+        logger.info(f"written to {options.output}")
     if result["client_cpu_share"] > MAX_CPU_SHARE:
         raise DataError(
             f"this client used {result['client_cpu_share']:.0%} of a core, above "
@@ -86,47 +90,52 @@ def read_prompts(file: Path) -> list[Any]:
     return prompts
 
 
-def random_prompts(args: argparse.Namespace) -> list[list[int]]:
-    rng = random.Random(args.seed)
+def random_prompts(options: ServeBenchOptions) -> list[list[int]]:
+    rng = random.Random(options.seed)
 
     def draw(count: int) -> list[int]:
-        return [rng.randrange(args.vocab_size) for _ in range(count)]
+        return [rng.randrange(options.vocab_size) for _ in range(count)]
 
-    prefix = draw(args.prefix_len)
-    return [prefix + draw(args.input_len - args.prefix_len) for _ in range(args.num_prompts)]
+    prefix = draw(options.prefix_len)
+    rest = options.input_len - options.prefix_len
+    return [prefix + draw(rest) for _ in range(options.num_prompts)]
 
 
-async def measure(args: argparse.Namespace, prompts: Sequence[Any]) -> dict[str, Any]:
-    """Run all requests. Raises `DataError` if there is no server, or it refuses a request of the
-    warm-up."""
+async def measure(
+    options: ServeBenchOptions, extra: dict[str, Any], prompts: Sequence[Any]
+) -> dict[str, Any]:
+    """Run all requests, with the `extra` fields of a body. Raises `DataError` if there is no
+    server, or it refuses a request of the warm-up."""
     try:
-        client = Client(args.base_url, api_key=args.api_key)
+        client = Client(options.base_url, api_key=options.api_key)
     except ValueError as error:
         raise UsageError(f"`base_url`: {error}") from None
     try:
-        model = args.model or (await client.get("/v1/models"))["data"][0]["id"]
+        model = options.model or (await client.get("/v1/models"))["data"][0]["id"]
     except (OSError, EOFError, ValueError, LookupError) as error:
-        raise DataError(f"no server at {args.base_url}: {error}") from None
+        raise DataError(f"no server at {options.base_url}: {error}") from None
     body = {
         "model": model,
-        "max_tokens": args.output_len,
+        "max_tokens": options.output_len,
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    body |= ({} if args.no_ignore_eos else {"ignore_eos": True}) | args.extra_body
-    rng = random.Random(args.seed + 1)
-    for _ in range(args.num_warmups):
-        warm = await client.complete(body | {"prompt": [rng.randrange(args.vocab_size)] * 8})
+    body |= ({} if options.no_ignore_eos else {"ignore_eos": True}) | extra
+    rng = random.Random(options.seed + 1)
+    for _ in range(options.num_warmups):
+        warm = await client.complete(body | {"prompt": [rng.randrange(options.vocab_size)] * 8})
         if warm.error:
             raise DataError(f"the server refuses a request: {warm.error}")
-    gate = asyncio.Semaphore(args.max_concurrency or len(prompts))
+    gate = asyncio.Semaphore(options.max_concurrency or len(prompts))
 
     async def one(prompt: Any) -> Timed:
         async with gate:
             return await client.complete(body | {"prompt": prompt})
 
-    arrivals = arrival_times(len(prompts), args.request_rate, args.seed, burstiness=args.burstiness)
+    arrivals = arrival_times(
+        len(prompts), options.request_rate, options.seed, burstiness=options.burstiness
+    )
     begin, cpu, tasks = time.perf_counter(), time.thread_time(), []
     for prompt, at in zip(prompts, arrivals, strict=True):
         await asyncio.sleep(max(begin + at - time.perf_counter(), 0))
@@ -208,12 +217,12 @@ def _goodput(text: str | None) -> dict[str, float]:
 
 
 def _document(
-    args: argparse.Namespace, result: dict[str, Any], timed: Sequence[Timed]
+    options: ServeBenchOptions, result: dict[str, Any], timed: Sequence[Timed]
 ) -> dict[str, Any]:
-    options = {
+    recorded = {
         name: str(value) if isinstance(value, Path) else value
-        for name, value in vars(args).items()
-        if name not in ("main", "command", "api_key", "output") and value != float("inf")
+        for name, value in vars(options).items()
+        if name not in ("api_key", "output") and value != math.inf
     }
     begin = min((one.sent for one in timed), default=0.0)
     rows = [
@@ -228,7 +237,7 @@ def _document(
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "swiftkv_jax.infer", *sys.argv[1:]]),
-        "options": options,
+        "options": recorded,
         **result,
         "requests": rows,
     }

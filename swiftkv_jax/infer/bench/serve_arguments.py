@@ -13,53 +13,53 @@ than 60 % of a CPU core says nothing about the server: it ends with exit code 1.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import math
 from pathlib import Path
 
 from ...cli import token_count
+from ...cli.fields import add_flags, option
+
+_DEFAULT = "(default: %(default)s)"
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeBenchOptions:
+    """The options of the command."""
+
+    base_url: str = option("http://127.0.0.1:8000", f"server {_DEFAULT}")
+    api_key: str | None = option(None, "a key of the server", metavar="KEY")
+    model: str | None = option(None, "model (default: the server's first)", metavar="NAME")
+    dataset: Path | None = option(None, "prompts (default: random token ids)", metavar="JSONL")
+    input_len: int = option(512, _DEFAULT, metavar="N", parse=token_count)
+    output_len: int = option(128, _DEFAULT, metavar="N", parse=token_count)
+    prefix_len: int = option(
+        0,
+        f"tokens that all prompts begin with, part of --input-len {_DEFAULT}",
+        metavar="N",
+        parse=token_count,
+    )
+    vocab_size: int = option(1000, f"random ids are below this {_DEFAULT}", metavar="N")
+    num_prompts: int = option(100, _DEFAULT, metavar="N")
+    request_rate: float = option(math.inf, "requests a second (default: all at once)", metavar="R")
+    burstiness: float = option(
+        1.0,
+        "shape of the gamma distribution of their distances: 1 is Poisson, more is more even "
+        f"{_DEFAULT}",
+        metavar="B",
+    )
+    max_concurrency: int | None = option(None, "requests that run (default: all)", metavar="N")
+    num_warmups: int = option(1, f"first, untimed {_DEFAULT}", metavar="N")
+    goodput: str | None = option(
+        None, "share within ttft:MS, tpot:MS, e2e:MS", metavar="NAME:MS,..."
+    )
+    extra_body: str = option("{}", "more fields of a body", metavar="JSON")
+    no_ignore_eos: bool = option(False, "let answers end by themselves", names=("--no-ignore-eos",))
+    seed: int = option(0, f"of prompts and arrivals {_DEFAULT}")
+    output: Path | None = option(
+        None, "all figures and times", metavar="JSON", names=("--output", "-o")
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--base-url", default="http://127.0.0.1:8000", help="server (default: %(default)s)")
-    add("--api-key", metavar="KEY", help="a key of the server")
-    add("--model", metavar="NAME", help="model (default: the server's first)")
-    add("--dataset", type=Path, metavar="JSONL", help="prompts (default: random token ids)")
-    add("--input-len", type=token_count, default=512, metavar="N", help="(default: %(default)s)")
-    add("--output-len", type=token_count, default=128, metavar="N", help="(default: %(default)s)")
-    add(
-        "--prefix-len",
-        type=token_count,
-        default=0,
-        metavar="N",
-        help="tokens that all prompts begin with, part of --input-len (default: 0)",
-    )
-    add(
-        "--vocab-size",
-        type=int,
-        default=1000,
-        metavar="N",
-        help="random ids are below this (default: %(default)s)",
-    )
-    add("--num-prompts", type=int, default=100, metavar="N", help="(default: %(default)s)")
-    add(
-        "--request-rate",
-        type=float,
-        default=float("inf"),
-        metavar="R",
-        help="requests a second (default: all at once)",
-    )
-    add(
-        "--burstiness",
-        type=float,
-        default=1.0,
-        metavar="B",
-        help="shape of the gamma distribution of their distances: 1 is Poisson, more is more "
-        "even (default: 1)",
-    )
-    add("--max-concurrency", type=int, metavar="N", help="requests that run (default: all)")
-    add("--num-warmups", type=int, default=1, metavar="N", help="first, untimed (default: 1)")
-    add("--goodput", metavar="NAME:MS,...", help="share within ttft:MS, tpot:MS, e2e:MS")
-    add("--extra-body", default="{}", metavar="JSON", help="more fields of a body")
-    add("--no-ignore-eos", action="store_true", help="let answers end by themselves")
-    add("--seed", type=int, default=0, help="of prompts and arrivals (default: 0)")
-    add("--output", "-o", type=Path, metavar="JSON", help="all figures and times")
+    add_flags(parser, ServeBenchOptions)

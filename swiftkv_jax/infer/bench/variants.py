@@ -81,7 +81,7 @@ def _dummy_source(options: BenchOptions) -> Source:
         compile_cache=model.compile_cache,
     )
     config, name = _dummy_config(options)
-    if STUDENT in options.variants:
+    if STUDENT in options.swiftkv:
         config = choose_cut(
             config,
             options.num_key_value_layers,
@@ -120,7 +120,7 @@ def _checkpoint_source(options: BenchOptions) -> Source:
         )
     model, mesh = load_model(options.model)
     model = _with_cut(options, model)
-    if STUDENT in options.variants and model.swiftkv is None:
+    if STUDENT in options.swiftkv and model.swiftkv is None:
         raise UsageError(
             f"`swiftkv`=on: {options.model.path} has no SwiftKV weights: give "
             f"`num_key_value_layers` to cut it for this measurement"
@@ -153,7 +153,7 @@ def _with_cut(options: BenchOptions, model: Model) -> Model:
 
 def _with_generated_kv(options: BenchOptions, config: Config) -> Config:
     """The config that the student is served with."""
-    if STUDENT not in options.variants:
+    if STUDENT not in options.swiftkv:
         return config
     given = (options.engine.get(name) for name in ("generated_kv", "exact_tail"))
     return choose_generated_kv(config, *given, exact_head=options.exact_head)
