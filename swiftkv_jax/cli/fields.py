@@ -141,7 +141,8 @@ def check_minimums(options: Any) -> None:
     for name, option in options_of(type(options)).items():
         value, least = getattr(options, name), option.flag.at_least
         if least is not None and value is not None and value < least:
-            raise UsageError(f"`{name}`={value}: must be at least {least}", option=name)
+            message = f"`{name}`={value}: must be at least {least}"
+            raise UsageError(message, option=name, value=value, limit=least)
 
 
 def _how(option: Option) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..errors import spelled
 from . import json_log
 
 LOGGER = "swiftkv_jax"
@@ -130,11 +131,7 @@ def with_flags(message: str, parser: argparse.ArgumentParser | None) -> str:
     for action in _actions(parser):
         names.setdefault(action.dest, _name(action))
 
-    def replace(found: re.Match[str]) -> str:
-        name, equals = found.groups()
-        return found[0] if name not in names else names[name] + (" " if equals else "")
-
-    return re.sub(r"`(\w+)`(=?)", replace, message)
+    return spelled(message, names.get, equals=" ")
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:

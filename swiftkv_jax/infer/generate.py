@@ -201,7 +201,8 @@ def _naming(number: int | None) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        raise UsageError(str(error) if number is None else f"prompt {number}: {error}") from error
+        text = str(error) if number is None else f"prompt {number}: {error}"
+        raise UsageError(text, option=error.option) from error
 
 
 def _as_lists(prompts: Any) -> Any:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..errors import ContextLengthError, UsageError
+from ..errors import ContextLengthError, UsageError, spelled
 
 MAX_MESSAGE = 500
 """Characters of a message: what a client sent wrong must not come back multiplied."""
@@ -126,8 +126,7 @@ def internal(message: str = "an internal error, which the server's log describes
 
 
 def of_usage(error: UsageError, names: Mapping[str, str] | None = None) -> APIError:
-    """400 for a value that the engine refuses: it names the parameter in backticks. `names` maps
-    the engine's names to the body's."""
+    """400 for a value that the engine refuses. `names` maps the engine's names to the body's."""
     if isinstance(error, ContextLengthError):
         return PromptTooLong(
             None,
@@ -135,12 +134,9 @@ def of_usage(error: UsageError, names: Mapping[str, str] | None = None) -> APIEr
             limit=error.limit,
             new_tokens=error.new_tokens,
         )
-    text, names = str(error), names or {}
-    found = re.search(r"`(\w+)`", text)
-    param = None if found is None else names.get(found[1], found[1])
-    if found is not None and param != found[1]:
-        text = text.replace(f"`{found[1]}`", f"`{param}`")
-    return invalid(param, text)
+    names = names or {}
+    param = None if error.option is None else names.get(error.option, error.option)
+    return invalid(param, _renamed(str(error), names), error.code)
 
 
 @contextlib.contextmanager
@@ -166,9 +162,8 @@ def _rename(
     those of the same number. Only what `param` names is renamed, and what is in backticks: the rest
     of a message may be the client's own words."""
     message, param = error.message, error.param
-    for chat, name in names.items():
-        message = message.replace(f"`{chat}`", f"`{name}`")
-        param = name if param == chat else param
+    message = _renamed(message, names)
+    param = None if param is None else names.get(param, param)
     found = re.match(r"messages\[(\d+)\]|tools\[(\d+)\]\.function", param or "")
     if param is not None and found is not None:
         if found[1]:
@@ -180,6 +175,11 @@ def _rename(
         param = ".".join(filter(None, (here, names.get(rest, rest))))
     error.message = _shortened(message, MAX_MESSAGE)
     error.param = None if param is None else _shortened(param, MAX_PARAM)
+
+
+def _renamed(message: str, names: Mapping[str, str]) -> str:
+    """`message` with other names of fields."""
+    return spelled(message, lambda name: f"`{names[name]}`" if name in names else None)
 
 
 def _shortened(text: str, limit: int) -> str:

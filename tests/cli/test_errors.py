@@ -2,8 +2,10 @@
 log."""
 
 import argparse
+import ast
 import errno
 import logging
+from pathlib import Path
 
 import jax
 import pytest
@@ -17,6 +19,7 @@ from swiftkv_jax.errors import (
     DivergenceError,
     OutOfMemoryError,
     UsageError,
+    spelled,
 )
 
 LIBRARY = logging.getLogger("swiftkv_jax.infer.somewhere")
@@ -59,6 +62,59 @@ def parser() -> argparse.ArgumentParser:
 def test_names_of_arguments_become_flags(message, said, parser):
     assert with_flags(message, parser) == said
     assert with_flags(message, None) == message
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("`top_p`=7 and `top_p`", "<top_p> 7 and <top_p>"),
+        ("`top_p`", "<top_p>"),
+        ("`a b`=1, `q.weight`, `", "`a b`=1, `q.weight`, `"),
+        ("`stop`='a`b' of `n`", "<stop> 'a`b' of <n>"),
+        ("``n``", "`<n>`"),
+        ("`other`=1", "`other`=1"),
+    ],
+)
+def test_names_in_backticks_are_placeholders(message, said):
+    def spell(name: str) -> str | None:
+        return None if name == "other" else f"<{name}>"
+
+    assert spelled(message, spell, equals=" ") == said
+
+
+LIBRARIES = {
+    "checkpoints/hub_errors.py": "huggingface_hub",
+    "checkpoints/orbax_io.py": "tensorstore",
+    "cli/exit.py": "JAX",
+    "infer/runner/compilation.py": "XLA",
+    "infer/runner/memory.py": "XLA",
+    "serve/bodies/decoding.py": "msgspec",
+    "serve/options.py": "OpenSSL",
+    "serve/server.py": "XLA",
+}
+"""Modules that read the messages of a library, whose errors have no fields."""
+READS = ("search", "match", "fullmatch", "sub", "replace", "startswith", "removeprefix", "index")
+
+
+def reads_a_message(node: ast.AST) -> bool:
+    """Whether an expression looks for something in `str(error)`, or changes it."""
+    if isinstance(node, ast.Compare):
+        looks = any(isinstance(operator, ast.In | ast.NotIn) for operator in node.ops)
+    else:
+        function = node.func if isinstance(node, ast.Call) else None
+        looks = isinstance(function, ast.Attribute) and function.attr in READS
+    texts = ("str(error)", "error.message", "str(again)")
+    return looks and any(text in ast.unparse(node) for text in texts)
+
+
+def test_no_program_reads_a_message():
+    """What a program needs of an error of this package is in its fields."""
+    package, found = Path(cli.__file__).parents[1], set()
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if reads_a_message(node):
+                found.add(path.relative_to(package).as_posix())
+    assert found - set(LIBRARIES) == set()
 
 
 def no_space() -> OSError:

@@ -116,7 +116,7 @@ def test_a_number_below_the_smallest_is_refused():
     check_minimums(Options(steps=1))
     with pytest.raises(UsageError, match="^`steps`=0: must be at least 1$") as error:
         check_minimums(Options(steps=0))
-    assert error.value.option == "steps"
+    assert (error.value.option, error.value.value, error.value.limit) == ("steps", 0, 1)
 
 
 # The whole tree ----------------------------------------------------------------

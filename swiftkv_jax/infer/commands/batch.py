@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...errors import DataError, UsageError
+from ...errors import DataError, UsageError, spelled
 from ...process.jsonl import parse_object, read_lines
 from ..engine.engine import Engine
 from ..engine.requests import Request, RequestOutput, ScoreRequest, Timing
@@ -73,7 +73,7 @@ class Row:
 
     def fail(self, error: Exception) -> None:
         """Record why the row failed: in the words of rows, whose fields are not flags."""
-        text = str(error).replace("`", "") if self.where else str(error)
+        text = spelled(str(error), str) if self.where else str(error)
         self.error = f"{self.where}: {text} (id {self.id!r})" if self.where else text
 
     def to_json(self) -> dict[str, Any]:

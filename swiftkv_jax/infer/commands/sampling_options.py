@@ -6,7 +6,7 @@ import json
 import logging
 from typing import TYPE_CHECKING, Any
 
-from ...errors import CheckpointError, UsageError
+from ...errors import CheckpointError, UsageError, spelled
 
 if TYPE_CHECKING:
     from ...model.model import Model
@@ -47,7 +47,7 @@ def checkpoint_params(model: Model) -> dict[str, Any]:
     try:
         SamplingParams(**found)
     except UsageError as error:
-        text = str(error).replace("`", "")  # a field of the file, not a flag
+        text = spelled(str(error), str)  # a field of the file, not a flag
         raise CheckpointError(f"{GENERATION_CONFIG}: {text}") from None
     logger.info(
         f"sampling as {GENERATION_CONFIG} says, where flags do not: "

@@ -27,15 +27,19 @@ def check_request(request: Request | ScoreRequest, config: Config, options: Engi
     if isinstance(request, ScoreRequest):
         _check_ids("tokens", request.tokens, config)
         if not options.scoring:
-            raise UsageError("this engine cannot score: make it with the option `scoring`=True")
+            raise UsageError(
+                "this engine cannot score: make it with the option `scoring`=True", option="scoring"
+            )
         if not 1 <= request.start < len(request.tokens):
             raise UsageError(
                 f"`start`={request.start} must be from 1 to {len(request.tokens) - 1}: the first "
-                f"token is predicted by nothing"
+                f"token is predicted by nothing",
+                option="start",
             )
         if not 0 <= request.top_logprobs <= MAX_LOGPROBS:
             raise UsageError(
-                f"`top_logprobs`={request.top_logprobs} must be from 0 to {MAX_LOGPROBS}"
+                f"`top_logprobs`={request.top_logprobs} must be from 0 to {MAX_LOGPROBS}",
+                option="top_logprobs",
             )
         if len(request.tokens) > limit:
             raise ContextLengthError(
@@ -48,14 +52,20 @@ def check_request(request: Request | ScoreRequest, config: Config, options: Engi
         return
     if not isinstance(request, Request):
         raise UsageError(
-            f"`request` must be a Request or a ScoreRequest, got {type(request).__name__}"
+            f"`request` must be a Request or a ScoreRequest, got {type(request).__name__}",
+            option="request",
         )
     params = request.params
     if not isinstance(params, SamplingParams):
-        raise UsageError(f"`params` must be SamplingParams, got {type(params).__name__}")
+        raise UsageError(
+            f"`params` must be SamplingParams, got {type(params).__name__}", option="params"
+        )
     _check_ids("the prompt", request.prompt, config)
     if type(request.rng_stream) is not int or not 0 <= request.rng_stream < 2**32:
-        raise UsageError(f"`rng_stream`={request.rng_stream!r} must be a whole number below 2**32")
+        raise UsageError(
+            f"`rng_stream`={request.rng_stream!r} must be a whole number below 2**32",
+            option="rng_stream",
+        )
     params.check_vocabulary(config.vocab_size)
     if len(request.prompt) + params.max_tokens > limit:
         raise ContextLengthError(
@@ -69,15 +79,19 @@ def check_request(request: Request | ScoreRequest, config: Config, options: Engi
     if request.grammar is not None:
         if not options.structured_outputs:
             raise UsageError(
-                "this engine follows no grammar: make it with the option `structured_outputs`=True"
+                "this engine follows no grammar: make it with the option `structured_outputs`=True",
+                option="structured_outputs",
             )
         filter_only = isinstance(request.grammar, TokenFilter) and request.grammar.grammar is None
         if (params.ignore_eos or params.min_tokens) and not filter_only:
             name = "ignore_eos" if params.ignore_eos else "min_tokens"
-            raise UsageError(f"`{name}` does not go with a grammar, which says where the text ends")
+            raise UsageError(
+                f"`{name}` does not go with a grammar, which says where the text ends", option=name
+            )
     if params.n > options.max_num_seqs:
         raise UsageError(
-            f"`n`={params.n} samples do not fit into `max_num_seqs`={options.max_num_seqs}"
+            f"`n`={params.n} samples do not fit into `max_num_seqs`={options.max_num_seqs}",
+            option="n",
         )
 
 
@@ -87,7 +101,8 @@ def check_ends(request: Request, end_token_ids: Sequence[int]) -> None:
     if request.params.min_tokens and allowed is not None and set(allowed) <= set(end_token_ids):
         raise UsageError(
             f"`min_tokens`={request.params.min_tokens} goes with no `allowed_token_ids` that all "
-            f"end the text"
+            f"end the text",
+            option="min_tokens",
         )
 
 
@@ -100,7 +115,8 @@ def check_fits(state: RequestState, pool: PagePool, shapes: Shapes) -> None:
             f"the request needs {needed} pages of KV cache and {state.num_samples} slots, "
             f"there are {shapes.num_pages} and {shapes.slots}"
             f"{' on each device' if shapes.dp_size > 1 else ''}: lower `max_tokens` or `n`, or "
-            f"raise `kv_cache_memory` or `max_num_seqs`"
+            f"raise `kv_cache_memory` or `max_num_seqs`",
+            option="max_tokens",
         )
 
 
@@ -113,7 +129,8 @@ def iterate[T](requests: Iterable[T]) -> Iterator[T]:
     """`iter`, which raises `UsageError` for what is not iterable."""
     if not isinstance(requests, Iterable):
         raise UsageError(
-            f"`requests` must be an iterable of requests, got {type(requests).__name__}"
+            f"`requests` must be an iterable of requests, got {type(requests).__name__}",
+            option="requests",
         )
     return iter(requests)
 

@@ -151,7 +151,8 @@ class EngineOptions:
             if not isinstance(name, str) or not isinstance(value, str | int | float | bool):
                 raise UsageError(
                     f"`compiler_options`: {name!r}={value!r} must be a name with a string, a "
-                    f"number or a bool"
+                    f"number or a bool",
+                    option="compiler_options",
                 )
         for name in (
             "max_model_len",
@@ -164,29 +165,42 @@ class EngineOptions:
         ):
             value, least = getattr(self, name), 2 if name == "max_model_len" else 1
             if value is not None and (type(value) is not int or value < least):
-                raise UsageError(f"`{name}`={value!r} must be a whole number from {least} up")
+                raise UsageError(
+                    f"`{name}`={value!r} must be a whole number from {least} up", option=name
+                )
         if self.decode_steps > MAX_DECODE_STEPS:
             raise UsageError(
                 f"`decode_steps`={self.decode_steps} must be at most {MAX_DECODE_STEPS}: a call "
-                f"runs all of them, also for sequences that have ended"
+                f"runs all of them, also for sequences that have ended",
+                option="decode_steps",
             )
         rows = self.single_step_rows
         if rows is not None and (type(rows) is not int or rows < 0):
-            raise UsageError(f"`single_step_rows`={rows!r} must be a whole number from 0 up")
+            raise UsageError(
+                f"`single_step_rows`={rows!r} must be a whole number from 0 up",
+                option="single_step_rows",
+            )
         _check_generated_kv(self.generated_kv, self.exact_tail)
         if not 0 < self.memory_utilization <= 1:
             raise UsageError(
-                f"`memory_utilization`={self.memory_utilization} must be above 0 and at most 1"
+                f"`memory_utilization`={self.memory_utilization} must be above 0 and at most 1",
+                option="memory_utilization",
             )
 
 
 def _check_generated_kv(generated_kv: object, exact_tail: object) -> None:
     """Raise `UsageError` unless these are values of the options of their names, or None."""
     if generated_kv not in (None, *GENERATED_KV):
-        raise UsageError(f"`generated_kv`={generated_kv!r} is not one of {', '.join(GENERATED_KV)}")
+        raise UsageError(
+            f"`generated_kv`={generated_kv!r} is not one of {', '.join(GENERATED_KV)}",
+            option="generated_kv",
+        )
     if exact_tail is None:
         return
     if type(exact_tail) is not int or not 0 <= exact_tail < NO_OWN:
-        raise UsageError(f"`exact_tail`={exact_tail!r} must be a whole number from 0 to 2^30 - 1")
+        raise UsageError(
+            f"`exact_tail`={exact_tail!r} must be a whole number from 0 to 2^30 - 1",
+            option="exact_tail",
+        )
     if exact_tail and generated_kv == "boundary":
-        raise UsageError(f"`exact_tail`={exact_tail} needs `generated_kv`=own")
+        raise UsageError(f"`exact_tail`={exact_tail} needs `generated_kv`=own", option="exact_tail")

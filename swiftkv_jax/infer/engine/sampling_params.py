@@ -181,7 +181,9 @@ class SamplingParams:
             _integer("min_tokens", self.min_tokens, 0, self.max_tokens, note="at most max_tokens"),
         )
         if not isinstance(self.ignore_eos, bool):
-            raise UsageError(f"`ignore_eos`={short(self.ignore_eos)} must be true or false")
+            raise UsageError(
+                f"`ignore_eos`={short(self.ignore_eos)} must be true or false", option="ignore_eos"
+            )
         if self.logprobs is not None:
             self._set(
                 "logprobs",
@@ -221,7 +223,7 @@ class SamplingParams:
             name = _ALIASES.get(field, field)
             if field in FOREIGN_PARAMS:
                 if not is_neutral(value, FOREIGN_PARAMS[field]):
-                    raise UsageError(f"`{field}` is not supported")
+                    raise UsageError(f"`{field}` is not supported", option=field)
             elif name not in known:
                 raise UsageError(
                     f"{short(field)} is not a sampling parameter; known are "
@@ -229,7 +231,9 @@ class SamplingParams:
                 )
             elif value is not None or name == "logprobs":
                 if name in given:
-                    raise UsageError(f"`{field}` says `{name}` a second time; give one of them")
+                    raise UsageError(
+                        f"`{field}` says `{name}` a second time; give one of them", option=field
+                    )
                 given[name] = value
         if isinstance(given.get("logit_bias"), Mapping):
             given["logit_bias"] = {
@@ -247,7 +251,8 @@ class SamplingParams:
             for token in tokens:
                 if token >= vocab_size:
                     raise UsageError(
-                        f"`{name}`: token {token} is outside the vocabulary, 0 to {vocab_size - 1}"
+                        f"`{name}`: token {token} is outside the vocabulary, 0 to {vocab_size - 1}",
+                        option=name,
                     )
 
     def end_token_ids(self, eos_token_ids: Sequence[int]) -> list[int]:
@@ -258,14 +263,10 @@ class SamplingParams:
         if len(found) > MAX_END_TOKENS:
             raise UsageError(
                 f"`stop_token_ids` and the model's end tokens are {len(found)} together; at most "
-                f"{MAX_END_TOKENS} are possible"
+                f"{MAX_END_TOKENS} are possible",
+                option="stop_token_ids",
             )
         return found
-
-
-def _quoted(name: str) -> str:
-    """`logit_bias[17]` with its first word, the parameter, in backticks."""
-    return re.sub(r"^\w+", r"`\g<0>`", name)
 
 
 def _is(kind: type, value: Any) -> bool:
@@ -273,30 +274,35 @@ def _is(kind: type, value: Any) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def _integer(name: str, value: Any, low: int, high: int, *, note: str = "") -> int:
+def _integer(name: str, value: Any, low: int, high: int, *, at: str = "", note: str = "") -> int:
+    """Check a number of the parameter `name`, or the one `at` a place in it."""
     if not (_is(numbers.Integral, value) and low <= value <= high):
-        raise UsageError(
-            f"{_quoted(name)}={short(value)} must be an integer from {low} to {high}"
-            + (f" ({note})" if note else "")
-        )
+        raise _out_of_range(name, value, f"an integer from {low} to {high}", at=at, note=note)
     return int(value)
 
 
-def _number(name: str, value: Any, low: float, high: float, *, note: str = "") -> float:
-    """Check a number. NaN is in no range."""
+def _number(
+    name: str, value: Any, low: float, high: float, *, at: str = "", note: str = ""
+) -> float:
+    """Check a number as `_integer` does. NaN is in no range."""
     if not (_is(numbers.Real, value) and low <= value <= high):
-        raise UsageError(
-            f"{_quoted(name)}={short(value)} must be a number from {low} to {high}"
-            + (f" ({note})" if note else "")
-        )
+        raise _out_of_range(name, value, f"a number from {low} to {high}", at=at, note=note)
     return float(value)
+
+
+def _out_of_range(name: str, value: Any, wanted: str, *, at: str, note: str) -> UsageError:
+    remark = f" ({note})" if note else ""
+    message = f"`{name}`{at}={short(value)} must be {wanted}{remark}"
+    return UsageError(message, option=name, value=value)
 
 
 def _listed(name: str, value: Any, cap: int, items: str) -> tuple:
     if not isinstance(value, (list, tuple)):
-        raise UsageError(f"{_quoted(name)}={short(value)} must be a list of {items}")
+        raise UsageError(f"`{name}`={short(value)} must be a list of {items}", option=name)
     if len(value) > cap:
-        raise UsageError(f"{_quoted(name)} has {len(value)} entries; at most {cap} are possible")
+        raise UsageError(
+            f"`{name}` has {len(value)} entries; at most {cap} are possible", option=name
+        )
     return tuple(value)
 
 
@@ -305,7 +311,8 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
     for stop in stops:
         if not isinstance(stop, str) or not 1 <= len(stop) <= MAX_STOP_LENGTH:
             raise UsageError(
-                f"`stop`={short(stop)} must be a string of 1 to {MAX_STOP_LENGTH} characters"
+                f"`stop`={short(stop)} must be a string of 1 to {MAX_STOP_LENGTH} characters",
+                option="stop",
             )
     return stops
 
@@ -318,14 +325,17 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 def _logit_bias(value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
-        raise UsageError(f"`logit_bias`={short(value)} must map token ids to numbers")
+        raise UsageError(
+            f"`logit_bias`={short(value)} must map token ids to numbers", option="logit_bias"
+        )
     if len(value) > MAX_BIASES:
         raise UsageError(
-            f"`logit_bias` has {len(value)} entries; at most {MAX_BIASES} are possible"
+            f"`logit_bias` has {len(value)} entries; at most {MAX_BIASES} are possible",
+            option="logit_bias",
         )
     return {
-        _integer("logit_bias: token", token, 0, _MAX_INT): _number(
-            f"logit_bias[{short(token)}]", bias, -100, 100
+        _integer("logit_bias", token, 0, _MAX_INT, at=": token"): _number(
+            "logit_bias", bias, -100, 100, at=f"[{short(token)}]"
         )
         for token, bias in value.items()
     }

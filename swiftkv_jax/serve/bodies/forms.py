@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import UsageError
+from ...errors import UsageError, spelled
 from ...infer.structured.json_schema import checked_schema, read_schema
 from ...infer.structured.structured_outputs import StructuredOutputs, json_grammar
 from ..errors import APIError, invalid, unsupported
@@ -186,4 +186,5 @@ def _followed(schema: Mapping[str, Any], param: str) -> dict[str, Any]:
 
 
 def _of_parameters(error: UsageError, param: str) -> APIError:
-    return invalid(f"{param}.parameters", str(error).replace("`json`", "`parameters`"))
+    message = spelled(str(error), lambda name: "`parameters`" if name == "json" else None)
+    return invalid(f"{param}.parameters", message)

@@ -98,6 +98,9 @@ def refusal(function, *args, **kwargs) -> str:
 @pytest.mark.parametrize(("fields", "message"), REFUSED, ids=str)
 def test_a_value_out_of_range_is_refused_by_name(fields, message):
     assert refusal(SamplingParams, **fields).startswith(message)
+    with pytest.raises(UsageError) as error:
+        SamplingParams(**fields)
+    assert error.value.option in fields
 
 
 @pytest.mark.parametrize(
