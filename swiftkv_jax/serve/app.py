@@ -1,4 +1,4 @@
-"""What all routes use: the model's tokenizer and engine, keys, options."""
+"""State that all routes share: the model's tokenizer and engine, keys, options."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class App:
             caching=options.enable_prefix_caching,
         )
         self.grammars: GrammarQueue | None = None
-        """None refuses grammars."""
+        """Compiler of grammars; None refuses them."""
         if compiler is not None:
             self.grammars = GrammarQueue(compiler, queue_timeout=self.options.queue_timeout)
         template = str(getattr(tokenizer, "chat_template", None) or "")
@@ -91,7 +91,7 @@ class App:
         if "tools" in self.template_variables:
             asked = format_of(template)
         self.tool_format: ToolFormat | None = None
-        """None refuses tools."""
+        """Format of calls; None refuses tools."""
         if asked is not None and chosen != "none":
             self.tool_format = ToolFormat.of(asked if chosen == "auto" else chosen, tokenizer)
             if self.tool_format.name == UNPARSED:
@@ -159,7 +159,7 @@ class App:
         )
 
     def truncation_of(self, body: ChatBody | CompletionBody) -> Truncation | None:
-        """How the prompts of a body are shortened. Raises `APIError`."""
+        """Return how the prompts of a body are shortened. Raises `APIError`."""
         return truncation_of(body, self.service.max_model_len)
 
     async def form_of(self, body: Sampling, tool_format: ToolFormat | None, num_bytes: int) -> Form:
@@ -170,7 +170,8 @@ class App:
         return await self.encoder.in_thread(lambda: form_of(body, tool_format), num_bytes)
 
     async def compile_grammar(self, form: Form) -> Matcher | None:
-        """What keeps an answer in its form; None for free text. Raises `APIError`."""
+        """Return the matcher that keeps an answer in its form; None for free text. Raises
+        `APIError`."""
         if (grammar := form.grammar) is None:
             return None
         if self.grammars is None:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PACKAGES = ("starlette", "uvicorn", "msgspec", "prometheus_client", "llguidance")
-"""What the extra `serve` installs."""
+"""Packages that the extra `serve` installs."""
 
 
 def main(args: argparse.Namespace) -> int:
@@ -132,8 +132,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def model_facts(model: Model, mesh: Mesh | None, swiftkv: bool) -> dict[str, str]:
-    """What the answers to a seed depend on, for `system_fingerprint`. The digest of the weights is
-    one read of them by the devices; with several processes, all of them call this."""
+    """Return the facts on which answers to a seed depend, for `system_fingerprint`. The digest of
+    the weights is one read of them by the devices; with several processes, all of them call
+    this."""
     from ..checkpoints.digest import digest_all
 
     shape = {} if mesh is None else {name: size for name, size in mesh.shape.items() if size > 1}
@@ -161,7 +162,7 @@ def warm(engine: Engine) -> float:
 
 
 def server_options(args: argparse.Namespace) -> ServerOptions:
-    """From the arguments of `add_arguments`. Raises `UsageError`."""
+    """Make the options from the arguments of `add_arguments`. Raises `UsageError`."""
     command, fields = ServeCommand(**given(ServeCommand, args)), given(ServerOptions, args)
     fields["api_keys"] = _keys(command)
     loopback = command.uds is not None or is_loopback(command.host)
@@ -183,7 +184,7 @@ def _keys(command: ServeCommand) -> dict[str, str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect."""
+    """Return whether only this machine can connect."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

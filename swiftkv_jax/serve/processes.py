@@ -147,7 +147,7 @@ def _end_with(error: Exception, followers: Followers | None) -> NoReturn:
 
 
 def _facts(model_options: ModelOptions, engine_options: EngineOptions) -> dict[str, str]:
-    """What has to be equal in all processes, by name."""
+    """Return the facts that have to be equal in all processes, by name."""
     found = {name: str(importlib.metadata.version(name)) for name in PACKAGES}
     found["commit"] = str(repository_of(model_options.path))  # where a branch has moved meanwhile
     for options in (model_options, engine_options):

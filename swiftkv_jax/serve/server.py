@@ -37,13 +37,13 @@ logger = logging.getLogger(__name__)
 
 
 class Report(Protocol):
-    """Takes what a start is at: the phase, and how many programs of all are compiled."""
+    """Reports the progress of a start: the phase, and how many programs of all are compiled."""
 
     def __call__(self, phase: str, done: int = 0, total: int = 0) -> None: ...
 
 
 class Loaded(NamedTuple):
-    """What a server needs of a model."""
+    """A loaded model, as a server needs it."""
 
     engine: Engine
     tokenizer: Any
@@ -52,10 +52,10 @@ class Loaded(NamedTuple):
     prefill_rate: float = 0.0
     """Tokens/s, as measured before the first request; 0 if it is not known."""
     compiler: GrammarCompiler | None = None
-    """For structured outputs; None refuses them."""
+    """Compiler for structured outputs; None refuses them."""
     facts: Mapping[str, str] = {}
-    """What draws depend on besides the engine's options: the digest of the weights, the mesh, the
-    kind of device."""
+    """Facts on which draws depend besides the engine's options: the digest of the weights, the
+    mesh, the kind of device."""
 
 
 BACKLOG = 2048
@@ -109,7 +109,7 @@ def listen_unix(path: Path) -> socket.socket:
 
 
 def _answers(path: Path) -> bool:
-    """Whether a process listens on a Unix domain socket."""
+    """Return whether a process listens on a Unix domain socket."""
     with socket.socket(socket.AF_UNIX) as connection:
         try:
             connection.connect(str(path))
@@ -235,7 +235,7 @@ async def _stop_engine(app: App, followers: Followers | None) -> int:
 
 
 class _Stopping:
-    """What signals do: the first lets everything end that was admitted, the second ends it."""
+    """Signal handling: the first signal lets admitted requests end, the second aborts them."""
 
     def __init__(self, app: App):
         self._app, self._signals = app, 0
@@ -294,7 +294,7 @@ async def _failure(app: App) -> None:
 
 
 def _watch_ended(app: App, watching: asyncio.Future[None]) -> None:
-    """Without it no request would end at its time limit: an error in it is one of the server."""
+    """Fail the server if its watch has failed: requests rely on it for their time limits."""
     if not watching.cancelled() and (error := watching.exception()) is not None:
         app.service.fail(error)
 

@@ -100,6 +100,16 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler(make_tokenizer(), vocab_size=VOCAB, eos_token_ids=[END])
 
 
+class UncheckedCompiler:
+    """In place of `CheckedCompiler`, which starts a process."""
+
+    def __init__(self, compiler: GrammarCompiler):
+        self.compile_grammar = compiler.compile_grammar
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
 @dataclasses.dataclass
 class Running:
     """A server that runs."""
@@ -175,8 +185,10 @@ def start() -> Iterator[Start]:
     """Starts a server: options of `ServerOptions`, `engine` for those of `mock_engine`, and
     `step_seconds` that a decode call takes. `send_buffer` are bytes of the system's buffer,
     `tokenizer` is another one than that of `make_tokenizer`. `on_load` is called in place of a
-    model that loads, and the server is not ready before it returns."""
+    model that loads, and the server is not ready before it returns. Grammars are compiled without
+    the process that tries them, unless `checks_grammars`. `listener` is another socket."""
     started: list[Running] = []
+    checked = server.CheckedCompiler
 
     def begin(
         *,
@@ -185,10 +197,13 @@ def start() -> Iterator[Start]:
         send_buffer: int | None = None,
         tokenizer: Any = None,
         on_load: Callable[[server.Report], None] | None = None,
+        checks_grammars: bool = False,
+        listener: socket.socket | None = None,
         **options: Any,
     ) -> Running:
+        patch.setattr(server, "CheckedCompiler", checked if checks_grammars else UncheckedCompiler)
         loaded, runner = mock_loaded(engine, step_seconds, tokenizer)
-        listener = server.listen("127.0.0.1", 0)
+        listener = listener or server.listen("127.0.0.1", 0)
         if send_buffer is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         apps: list[tuple[App, Callable[[], None]]] = []
@@ -215,7 +230,7 @@ def start() -> Iterator[Start]:
                 )
 
         thread = threading.Thread(target=run, daemon=True)
-        port = listener.getsockname()[1]
+        port = 0 if listener.family == socket.AF_UNIX else listener.getsockname()[1]
         thread.start()
         while not apps or (on_load is None and apps[0][0].service.state == "starting"):
             assert thread.is_alive()
@@ -228,7 +243,8 @@ def start() -> Iterator[Start]:
         started.append(running)
         return running
 
-    yield begin
+    with pytest.MonkeyPatch.context() as patch:
+        yield begin
     for running in started:
         if running.thread.is_alive():
             running.stop()

@@ -132,6 +132,7 @@ def test_the_packaged_chat_template(tokenizer, tmp_path, monkeypatch):
     assert chat_template_text(Path("plain")) == "mine"
 
 
+@pytest.mark.long
 def test_the_demo_model_takes_chats():
     """As docs/server.md shows."""
     with serving(demo.SWIFTKV, *SMALL, "--chat-template", "plain") as server:

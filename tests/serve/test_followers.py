@@ -184,7 +184,8 @@ def random_request(rng: random.Random, grammars: list) -> Request | ScoreRequest
 
 
 @pytest.mark.parametrize("dp_size", [1, 2])
-def test_a_thousand_requests_leave_equal_pages_after_every_step(lockstep, compiler, dp_size):
+@pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.long)])
+def test_pages_are_equal_after_every_step(lockstep, compiler, dp_size, count):
     rng = random.Random(dp_size)
     one = lockstep(dp_size=dp_size, num_pages=48 // dp_size, slots=4, reserve_tokens=4)
     grammar = compiler.compile(StructuredOutputs(regex="[a-f]{2,9}"))
@@ -194,7 +195,7 @@ def test_a_thousand_requests_leave_equal_pages_after_every_step(lockstep, compil
     def num_ended() -> int:
         return sum(isinstance(event, Ended) for _, event in list(one.events))
 
-    requests = [random_request(rng, grammars) for _ in range(1000)]
+    requests = [random_request(rng, grammars) for _ in range(count)]
     for number, request in enumerate(requests):
         until(lambda number=number: number - num_ended() < 40 or bool(one.failures))
         assert not one.failures
@@ -203,13 +204,13 @@ def test_a_thousand_requests_leave_equal_pages_after_every_step(lockstep, compil
             aborted = rng.randint(max(number - 20, 0), number)
             num_samples = getattr(getattr(requests[aborted], "params", None), "n", 0)
             one.thread.abort(aborted, rng.choice([None, *range(num_samples)]))
-    until(lambda: num_ended() == 1000)
+    until(lambda: num_ended() == count)
     assert one.thread.stop(10)
     one.followers.close()
     one.follower_thread.join(10)
     assert one.result == [None] and not one.failures and not one.ends
     ours, theirs = one.pages
-    assert ours == theirs and len(ours) > 900 and max(ours) > 30 and ours[-1] == 0
+    assert ours == theirs and len(ours) > 0.8 * count and max(ours) > 30 and ours[-1] == 0
 
 
 def test_steps_before_the_last_frame_end_well_after_process_0_has_closed(lockstep):

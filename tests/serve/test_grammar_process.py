@@ -196,22 +196,28 @@ def test_closing_does_not_wait_for_what_is_killed(compiler, monkeypatch):
 
 
 @needs_proc
-def test_it_dies_with_the_server():
+def test_it_dies_with_the_server(compiler, tmp_path):
     """Also with one that is killed."""
     code = (
-        "from tests.serve.conftest import *; import time;"
-        "from swiftkv_jax.serve.text.grammar_process import GrammarProcess;"
-        "made = GrammarCompiler(make_tokenizer(), vocab_size=VOCAB, eos_token_ids=[END]);"
-        "found = GrammarProcess(made.describe_tokenizer());"
+        "import sys, time;"
+        "from swiftkv_jax.serve.text.grammar_process import GrammarProcess, TokenizerDescription;"
+        "found = GrammarProcess(TokenizerDescription.read(sys.stdin));"
         'found.check(\'{"grammars":[{"lark_grammar":"start: /a/"}]}\');'
         "print(found.pid, flush=True); time.sleep(60)"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    ) as server:
+    path = tmp_path / "tokenizer"
+    with path.open("w", encoding="utf-8") as file:
+        compiler.describe_tokenizer().write(file)
+    with (
+        path.open(encoding="utf-8") as file,
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=file,
+            stdout=subprocess.PIPE,
+            cwd=Path(__file__).parents[2],
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        ) as server,
+    ):
         assert server.stdout is not None
         pid = int(server.stdout.readline())
         assert (PROC / str(pid)).exists()

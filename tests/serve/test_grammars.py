@@ -74,8 +74,9 @@ def test_the_time_of_a_request_counts_while_its_grammar_waits(running, slow):
     assert not slow.go.is_set() and running.app.service.admission.sequences == 0
 
 
-def test_a_grammar_that_takes_long_is_refused(running):
+def test_a_grammar_that_takes_long_is_refused(start):
     """Its work is one that llguidance does not limit; others go on, and no thread stays busy."""
+    running = start(checks_grammars=True)
     form = {"structured_outputs": {"grammar": ENDLESS}}
     begun = time.monotonic()
     held = [connect(running, BODY | form | {"seed": seed}) for seed in range(2)]

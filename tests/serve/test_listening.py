@@ -11,6 +11,7 @@ import ssl
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -165,32 +166,40 @@ def test_a_path_of_a_proxy(start):
         assert running.request("GET", path)[0] == 404
 
 
-def test_a_unix_domain_socket(checkpoint, tmp_path):
+def ask_unix(path: Path, method: str, route: str, body: str = "") -> bytes:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(str(path))
+    head = f"{method} {route} HTTP/1.1\r\nHost: any\r\nConnection: close\r\n"
+    head += "Authorization: Bearer first-key\r\nContent-Type: application/json\r\n"
+    return ask(connection, f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+
+
+def test_a_unix_domain_socket(start, tmp_path):
     path = tmp_path / "server.sock"
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(path))
+    start(listener=server.listen_unix(path))
+    assert ask_unix(path, "GET", "/ready").startswith(b"HTTP/1.1 200")
+    body = json.dumps(BODY | {"stream": True})
+    assert b"data: [DONE]" in ask_unix(path, "POST", "/v1/completions", body)
+    with pytest.raises(OSError, match="in use"):
+        server.listen_unix(path)
+    other = tmp_path / "file"
+    other.write_text("a file")
+    with pytest.raises(OSError, match="in use"):
+        server.listen_unix(other)
+    assert other.read_text() == "a file"
+
+
+@pytest.mark.long
+def test_the_command_listens_on_a_unix_domain_socket(checkpoint, tmp_path):
+    path = tmp_path / "server.sock"
     arguments = "--uds", str(path), "--api-key", "first-key"
     with serving(checkpoint, *SMALL, *arguments, wait_url=False) as found:
-
-        def get(method: str, route: str, body: str = "") -> bytes:
-            connection = socket.socket(socket.AF_UNIX)
-            connection.connect(str(path))
-            head = f"{method} {route} HTTP/1.1\r\nHost: any\r\nConnection: close\r\n"
-            head += "Authorization: Bearer first-key\r\nContent-Type: application/json\r\n"
-            return ask(connection, f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
-
-        assert get("GET", "/ready").startswith(b"HTTP/1.1 200")
-        body = json.dumps({"prompt": "the quick", "max_tokens": 5, "stream": True})
-        assert b"data: [DONE]" in get("POST", "/v1/completions", body)
-        with pytest.raises(OSError, match="in use"):
-            server.listen_unix(path)
+        assert ask_unix(path, "GET", "/v1/models").startswith(b"HTTP/1.1 200")
         found.process.terminate()
         assert found.process.wait(30) == 0
     assert not path.exists()
-    path.write_text("a file")
-    with pytest.raises(OSError, match="in use"):
-        server.listen_unix(path)
-    assert path.read_text() == "a file"
 
 
 def test_uvloop_is_tested():

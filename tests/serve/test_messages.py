@@ -17,7 +17,7 @@ from swiftkv_jax.serve.api.message_events import error_body
 from swiftkv_jax.serve.api.messages import chat_body
 from swiftkv_jax.serve.errors import APIError
 from swiftkv_jax.serve.protocol import FunctionCall, Message, ToolCall
-from tests.serve.test_forms import ROOM, SCHEMA, check_schema
+from tests.serve.test_forms import ROOM, SCHEMA
 
 PATH, COUNT, CHAT = "/v1/messages", "/v1/messages/count_tokens", "/v1/chat/completions"
 HI: Any = [{"role": "user", "content": "hi"}]
@@ -65,49 +65,6 @@ def test_text(client, server):
     assert again.input_tokens + again.cache_read_input_tokens == found.usage.input_tokens
     counted = client.messages.count_tokens(model="tiny", messages=HI, system="be kind")
     assert counted.input_tokens == found.usage.input_tokens
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"max_tokens": 25},
-        {"tools": [FORECAST], "tool_choice": {"type": "any"}, "max_tokens": 300},
-        {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
-    ],
-)
-def test_a_stream_is_the_whole_answer(client, fields):
-    """The client puts the events together, and asserts their order."""
-    fields = {"model": "tiny", "messages": HI, "max_tokens": 200} | GREEDY | fields
-    whole = client.messages.create(**fields)
-    with client.messages.stream(**fields) as stream:
-        kinds = [event.type for event in stream]
-        found: Any = stream.get_final_message()
-    assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
-    assert kinds.count("content_block_start") == kinds.count("content_block_stop") > 0
-
-    def said(message: Any) -> list[Any]:
-        return [getattr(block, "text", None) or block.input for block in message.content]
-
-    assert said(found) == said(whole) and found.stop_reason == whole.stop_reason
-    assert found.usage.output_tokens == whole.usage.output_tokens > 0
-    for block in found.content:
-        if block.type == "tool_use":
-            check_schema(json.dumps(block.input))
-            assert whole.stop_reason == "tool_use" and block.name == "forecast"
-    if "output_config" in fields:
-        check_schema(found.content[0].text)
-
-
-def test_stop_sequences(start, says):
-    running = start(engine=ROOM)
-    says("one, two, three")
-    with client_of(running) as client:
-        found = ask(client, stop_sequences=["four", ", t"], **GREEDY)
-        assert (found.stop_reason, found.stop_sequence) == ("stop_sequence", ", t")
-        assert found.content[0].text == "one"
-        found = ask(client, stop_sequences=[], **GREEDY)
-        assert (found.stop_reason, found.stop_sequence) == ("end_turn", None)
-    running.check_empty()
 
 
 def test_the_last_message_may_be_gone_on_with(server, client):

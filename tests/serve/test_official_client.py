@@ -94,6 +94,7 @@ def test_errors_are_the_clients_classes(start):
     asyncio.run(run())
 
 
+@pytest.mark.long
 def test_seeds_repeat_under_load(checkpoint):
     """Draws depend on the seed, not on what else runs."""
     with serving(checkpoint, *SMALL, "--max-num-queued-reqs", "200") as server:

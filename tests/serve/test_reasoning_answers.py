@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import openai
 import pytest
 
 from tests.serve.conftest import make_tagged_tokenizer, make_tokenizer
@@ -280,56 +279,3 @@ def test_reasoning_may_be_sent_back(hybrid):
 
 
 # Responses ----------------------------------------------------------------------------
-
-
-def test_reasoning_is_an_item(hybrid, says):
-    says(SAID, HYBRID_TOKENIZER)
-    with openai.OpenAI(base_url=f"{hybrid.url}/v1", api_key="none", max_retries=0) as client:
-        fields: Any = {"model": "tiny", "input": "2+2?", "temperature": 0}
-        whole = client.responses.create(**fields)
-        events = list(client.responses.create(stream=True, **fields))
-        reasoning, message = whole.output
-        assert reasoning.type == "reasoning" and reasoning.content[0].text == "Two, or so."
-        assert reasoning.content[0].type == "reasoning_text" and reasoning.summary == []
-        assert reasoning.status == message.status == "completed" == whole.status
-        assert whole.output_text == "It is 4."
-        used = whole.usage.output_tokens_details.reasoning_tokens
-        assert used == num_tokens("<think>\nTwo, or so.\n</think>")
-        kinds = [event.type.removeprefix("response.") for event in events]
-        once = [kind for kind in kinds if not kind.endswith(".delta")]
-        assert once == [
-            "created",
-            "in_progress",
-            "output_item.added",
-            "content_part.added",
-            "reasoning_text.done",
-            "content_part.done",
-            "output_item.done",
-            "output_item.added",
-            "content_part.added",
-            "output_text.done",
-            "content_part.done",
-            "output_item.done",
-            "completed",
-        ]
-        deltas = [event for event in events if event.type == "response.reasoning_text.delta"]
-        assert "".join(event.delta for event in deltas) == "Two, or so."
-        (done,) = [event for event in events if event.type == "response.reasoning_text.done"]
-        assert done.text == "Two, or so." and done.item_id == deltas[0].item_id
-        again = [*[item.model_dump() for item in whole.output], {"role": "user", "content": "5?"}]
-        client.responses.create(model="tiny", input=again, max_output_tokens=3)
-        says("4", HYBRID_TOKENIZER, "assistant: <think>\n\n</think>\n\n")
-        short = client.responses.create(reasoning={"effort": "none"}, **fields)
-        assert [item.type for item in short.output] == ["message"]
-        assert short.reasoning.effort == "none"
-    hybrid.check_empty()
-
-
-def test_an_item_of_reasoning_that_is_cut(begun, says):
-    says("Two, or so, I believe.", BEGUN_TOKENIZER, "assistant: <think>\n")
-    body = {"input": "2+2?", "temperature": 0, "max_output_tokens": 5}
-    status, answer = begun.post(RESPONSES, body)
-    assert status == 200 and answer["status"] == "incomplete"
-    (item,) = answer["output"]
-    assert item["type"] == "reasoning" and item["status"] == "incomplete"
-    assert item["content"][0]["text"] == "Two, "

@@ -11,7 +11,7 @@ from swiftkv_jax.serve.api.response_events import ResponseWriter
 from swiftkv_jax.serve.api.responses import chat_body
 from swiftkv_jax.serve.errors import APIError
 from swiftkv_jax.serve.protocol import MAX_MESSAGES, Message
-from tests.serve.test_forms import ROOM, SCHEMA, check_schema
+from tests.serve.test_forms import ROOM, SCHEMA
 
 PATH = "/v1/responses"
 FORECAST = {"type": "function", "name": "forecast", "parameters": SCHEMA}
@@ -27,79 +27,6 @@ def client(server):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
     server.check_empty()
-
-
-def test_text(client, server):
-    """The answer is that of the same chat."""
-    found = client.responses.create(
-        model="tiny", input="hi", instructions="be kind", max_output_tokens=30, temperature=0
-    )
-    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
-    _, chat = server.post(
-        "/v1/chat/completions", {"messages": messages, "max_tokens": 30, "temperature": 0}
-    )
-    (choice,) = chat["choices"]
-    assert found.output_text == choice["message"]["content"] and found.object == "response"
-    assert found.status == ("incomplete" if choice["finish_reason"] == "length" else "completed")
-    assert found.usage.output_tokens == chat["usage"]["completion_tokens"]
-    assert found.usage.input_tokens == chat["usage"]["prompt_tokens"]
-    assert found.instructions == "be kind" and found.store is False
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"max_output_tokens": 25, "temperature": 0},
-        {"max_output_tokens": 200, "text": {"format": {"type": "json_object"}}, "temperature": 0},
-        {
-            "max_output_tokens": 300,
-            "tools": [FORECAST],
-            "tool_choice": {"type": "function", "name": "forecast"},
-            "temperature": 0,
-        },
-    ],
-)
-def test_a_stream_is_the_whole_answer(client, fields):
-    """Every item, text and call is opened, filled and closed, in order."""
-    whole = client.responses.create(model="tiny", input="hi", **fields)
-    events = list(client.responses.create(model="tiny", input="hi", stream=True, **fields))
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
-    last = events[-1]
-    assert last.type == f"response.{whole.status}"
-    texts, arguments, opened, closed = {}, {}, [], []
-    for event in events:
-        if event.type == "response.output_text.delta":
-            texts[event.item_id] = texts.get(event.item_id, "") + event.delta
-        elif event.type == "response.function_call_arguments.delta":
-            arguments[event.item_id] = arguments.get(event.item_id, "") + event.delta
-        elif event.type == "response.output_item.added":
-            opened.append(event.item.id)
-        elif event.type == "response.output_item.done":
-            closed.append(event.item.id)
-    assert opened == closed == [item.id for item in last.response.output]
-
-    def content(response):
-        return [
-            (item.type, item.status)
-            + ((item.content[0].text,) if item.type == "message" else (item.name, item.arguments))
-            for item in response.output
-        ]
-
-    assert content(whole) == content(last.response)
-    for item in last.response.output:
-        if item.type == "message":
-            assert texts.get(item.id, "") == item.content[0].text
-        else:
-            assert arguments[item.id] == item.arguments
-            check_schema(item.arguments)
-    assert whole.usage.total_tokens == last.response.usage.total_tokens
-
-
-def test_forms(client):
-    form = {"type": "json_schema", "name": "a", "schema": SCHEMA, "strict": True}
-    found = client.responses.create(model="tiny", input="hi", text={"format": form})
-    check_schema(found.output_text)
 
 
 def test_items_become_messages():

@@ -92,8 +92,8 @@ class CompletionLogprobs:
 def prompt_logprobs(
     part: EngineRequest, count: int, spellings: TokenSpellings
 ) -> list[dict[str, Any] | None]:
-    """For each token of a prompt but the first, which nothing predicts: itself and the `count`
-    likeliest ones, as vLLM lists them. The rank of a token that is not among those is null."""
+    """List each token of a prompt but the first, which nothing predicts, with the `count` likeliest
+    ones, as vLLM does. The rank of a token that is not among those is null."""
     entries: list[dict[str, Any] | None] = [None]
     tokens = part.prompt.token_ids.tolist()[1:]
     for token, logprob in zip(tokens, part.logprobs, strict=True):
@@ -143,7 +143,7 @@ class Writer:
         self._head = {"id": f"{self.prefix}-{request_id}", "created": created, "model": model}
         self._fingerprint = fingerprint
         self.scored: list[EngineRequest] = []
-        """Of each prompt its tokens, and their scores if they were asked for."""
+        """Tokens of each prompt, and their scores if they were asked for."""
         self.prompt_logprobs: int | None = None
         """Likeliest tokens that are listed for each token of a prompt, if they were asked for."""
 
@@ -171,7 +171,7 @@ class Writer:
         raise NotImplementedError
 
     def next(self, choice: Choice, delta: TextDelta) -> dict[str, Any]:
-        """What a chunk says of a choice."""
+        """The entry of a choice in a chunk."""
         raise NotImplementedError
 
     def _choice(self, part: EngineRequest, choice: Choice) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def _message(delta: TextDelta) -> dict[str, Any]:
 
 
 def _delta(delta: TextDelta) -> dict[str, Any]:
-    """What a chunk adds."""
+    """The `delta` of a chunk."""
     calls = _tool_calls(delta)
     found: dict[str, Any] = {"reasoning": delta.reasoning} if delta.reasoning else {}
     found |= {"content": delta.text} if delta.text else {}
@@ -288,7 +288,7 @@ class CompletionWriter(Writer):
         self.generates = True
         """False if nothing but the prompts is asked for."""
         self.num_samples = 1
-        """Of each prompt, `n`."""
+        """Samples of each prompt, `n`."""
 
     def _choices(self, generation: Generation) -> list[dict[str, Any]]:
         if self.generates:

@@ -1,4 +1,4 @@
-"""What /metrics says: vLLM's names and labels, and under `swiftkv:` what only this server has."""
+"""The text of /metrics: vLLM's names and labels, and `swiftkv:` names for what vLLM lacks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class _Collector:
         self._service, self._values = service, (service.model_name, "0")
 
     def describe(self) -> list[Any]:
-        """Nothing, so that registering does not collect."""
+        """Return nothing, so that registering does not collect."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -81,7 +81,7 @@ class _Collector:
         yield from self._of_requests()
 
     def _of_engine(self) -> Iterator[Metric]:
-        """Nothing before there is one."""
+        """Yield the engine's metrics; none before there is an engine."""
         service, engine = self._service, self._service.engine
         if engine is None or service.admission is None:
             return

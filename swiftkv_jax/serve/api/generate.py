@@ -145,8 +145,8 @@ async def _chat(
 async def chat_generation(
     app: App, exchange: HTTPExchange, body: ChatBody, reservation: Reservation
 ) -> tuple[Generation, SamplingParams]:
-    """What the engine runs for a chat, the scores of its prompt first if they are asked for. Raises
-    `APIError`."""
+    """Return the engine requests of a chat and its parameters. Scores of the prompt come first, if
+    they are asked for. Raises `APIError`."""
     wanted = prompt_logprobs(body, scoring=app.scoring)
     form = await app.form_of(body, app.tool_format, exchange.num_bytes_in)
     salt, start = salt_of(app, exchange, body.cache_salt), time.perf_counter()
@@ -200,8 +200,8 @@ async def _parts(
     form: Form,
     start: Start = "over",
 ) -> list[EngineRequest]:
-    """With a seed of the client's every prompt gets the answer that it gets alone. `start` is where
-    the answers start."""
+    """Make the engine requests of `prompts`. A prompt with a client's seed gets the answer that it
+    gets alone. `start` is where the answers start."""
     parts, matcher, tokenizer = [], await app.compile_grammar(form), app.tokenizer
     if app.reasoning is not None and matcher is not None:
         if (reasoned := app.reasoning.before(matcher, start)) is None:

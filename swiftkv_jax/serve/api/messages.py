@@ -82,10 +82,10 @@ _OF_ROLES = {
 }
 """Role of a message -> the blocks that it may have."""
 _CLEARING = ("clear_thinking_", "clear_tool_uses_")
-"""How the types of `context_management.edits` begin that may be sent. They save tokens: none has
-an effect, and the answer says so."""
+"""Beginnings of the types that `context_management.edits` may have. They save tokens: none has an
+effect, and the answer says so."""
 _BILLING = "x-anthropic-billing-header:"
-"""What Claude Code writes before its system prompt, with a number that each request changes."""
+"""Text that Claude Code writes before its system prompt, with a new number in each request."""
 
 _NAMES = {
     "stop": "stop_sequences",

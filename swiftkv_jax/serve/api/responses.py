@@ -71,8 +71,8 @@ _INCLUDABLE = (
     "web_search_call.action.sources",
     "web_search_call.results",
 )
-"""What `include` may ask for. Reasoning is in an answer as text, which a client sends back in place
-of `encrypted_content`; no answer has anything of the others."""
+"""Values that `include` may have. Reasoning is in an answer as text, which a client sends back in
+place of `encrypted_content`; no answer has anything of the others."""
 
 
 async def responses(app: App, exchange: HTTPExchange) -> None:
@@ -112,7 +112,7 @@ async def _prepare(
 
 
 def _echo(body: ResponsesBody) -> dict[str, Any]:
-    """What an answer repeats of its request."""
+    """Return the fields of a request that its answer repeats."""
     choice = "auto" if body.tool_choice is None else msgspec.to_builtins(body.tool_choice)
     reasoning = body.reasoning or ReasoningOptions()
     wanted = body.text.format if body.text else None

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[App, HTTPExchange], Awaitable[None]]
 OTHER_MODELS = ("embeddings", "audio", "images", "files", "fine_tuning", "moderations", "batches")
-"""What OpenAI has under /v1/ besides text."""
+"""Paths that OpenAI has under /v1/ besides those for text."""
 QUIET = ("/", "/health", "/ready", "/ping", "/metrics", "/load")
 """Routes that are not logged."""
 

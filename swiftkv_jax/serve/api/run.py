@@ -84,7 +84,7 @@ async def counted_body[B: Body](
 
 
 async def _in_time[T](exchange: HTTPExchange, limit: float, work: Awaitable[T]) -> T:
-    """What `work` gives within `limit` seconds of the arrival. Raises `APIError`."""
+    """Return the result of `work`. Raises `APIError` after `limit` seconds from the arrival."""
     left = exchange.arrival + limit - time.monotonic()
     scope = asyncio.timeout(left if left < math.inf else None)
     try:
@@ -97,8 +97,8 @@ async def _in_time[T](exchange: HTTPExchange, limit: float, work: Awaitable[T]) 
 
 
 async def _unless_gone[T](exchange: HTTPExchange, work: Awaitable[T]) -> T:
-    """What `work` gives. Raises `ClientGone` as soon as the client has left: what it waits for is
-    not begun any more."""
+    """Return the result of `work`. Raises `ClientGone` as soon as the client has left: work that
+    waits for its turn is not begun then."""
     task = asyncio.current_task()
     assert task is not None
 
@@ -183,7 +183,7 @@ class _SilenceTimer:
         self._start = self._loop.time()
 
     def take(self) -> bool:
-        """Whether the time has ended since the last call."""
+        """Return whether the time has ended since the last call."""
         found, self._has_ended = self._has_ended, False
         return found
 
@@ -205,7 +205,7 @@ async def until_done(exchange: HTTPExchange, generation: Generation) -> None:
 
 
 def _beginning(generation: Generation, limit: int) -> str:
-    """Of the first prompt, in one line: its text, or its token ids."""
+    """Return the beginning of the first prompt in one line: its text, or its token ids."""
     if not generation.prompts:
         return ""
     token_ids, _, text = generation.prompts[0]
@@ -213,7 +213,7 @@ def _beginning(generation: Generation, limit: int) -> str:
 
 
 def _log(exchange: HTTPExchange, generation: Generation) -> None:
-    """What the line in the log says of a request that was admitted."""
+    """Add the counts and times of an admitted request to its line in the log."""
     reasons = sorted({choice.finish_reason or "none" for choice in generation.choices})
     exchange.log |= {
         "prompt_tokens": generation.num_prompt_tokens,

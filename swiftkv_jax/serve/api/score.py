@@ -53,7 +53,7 @@ async def _send(
 async def _parts(
     app: App, exchange: HTTPExchange, body: ScoreBody, num_bytes: int
 ) -> list[EngineRequest]:
-    """What the engine scores. Raises `APIError`."""
+    """Return the requests that the engine scores. Raises `APIError`."""
     top = body.top_logprobs or 0
     if not 1 <= len(body.pairs) <= MAX_PROMPTS:
         raise invalid("pairs", f"`pairs` must have 1 to {MAX_PROMPTS} entries")

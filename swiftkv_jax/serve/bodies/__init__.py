@@ -1,1 +1,1 @@
-"""From the body of a request to what the engine runs."""
+"""Conversion of request bodies into requests of the engine."""

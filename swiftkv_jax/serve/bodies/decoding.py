@@ -1,5 +1,5 @@
-"""From the bytes of a body to its type: unknown fields are refused, or left out and named. A number
-such as 16.0 is an integer, as in JSON Schema."""
+"""Decoding of bodies: unknown fields are refused, or left out and named. A number such as 16.0 is
+an integer, as in JSON Schema."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from ..protocol import Body, Sampling, is_whole
 MAX_NULLS = 256
 """Unknown fields of one body that may be null."""
 MAX_BRACKETS = 50_000
-"""Of a body in which they are looked for: each list and object takes about a microsecond."""
+"""Lists and objects of a body in which such nulls are looked for: each takes about a
+microsecond."""
 
 _OTHER_SAMPLERS = "`top_p`, `top_k` and `min_p` are what this server samples by"
 _MAX_TOKENS = "the field is `max_tokens`"

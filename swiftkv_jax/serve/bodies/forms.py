@@ -1,4 +1,4 @@
-"""From the fields of a body to the form of its answer: a grammar, calls of tools, or free text."""
+"""The form that a body asks of its answer: a grammar, calls of tools, or free text."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ NO_ARGUMENTS: Mapping[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What an answer must look like, and how it is read."""
+    """The form of an answer, and how it is read."""
 
     grammar: str | None = None
-    """In llguidance's form; None for free text."""
+    """Grammar in llguidance's form; None for free text."""
     param: str = ""
     """Field that asks for the grammar."""
     tools: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
@@ -40,7 +40,7 @@ class Form:
     single_call: bool = False
 
     def parser(self) -> CallParser | None:
-        """What reads the calls of one answer; None if there are none."""
+        """Return a parser of the calls of one answer; None if it has none."""
         if self.tool_format is None:
             return None
         if self.tool_format.name == "qwen3_coder":

@@ -1,4 +1,5 @@
-"""From the fields of a body to `SamplingParams`: each is honoured exactly, or refused by name."""
+"""Conversion of a body's fields into `SamplingParams`: each is honoured exactly, or refused by
+name."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from ..text.prompts import Truncation
 MAX_STOP_CHARACTERS = 512
 """Characters of all stop strings."""
 MAX_TEMPERATURE = 2
-"""As at OpenAI."""
+"""Highest temperature, as at OpenAI."""
 COMPLETION_MAX_TOKENS = 16
 """`max_tokens` of a completion that names none, as at OpenAI."""
 
@@ -71,7 +72,7 @@ def refuse_fields(body: Body) -> None:
 
 
 def truncation_of(body: ChatBody | CompletionBody, max_model_len: int) -> Truncation | None:
-    """How the prompts of a body are shortened; None leaves them whole. Raises `APIError`."""
+    """Return how the prompts of a body are shortened; None leaves them whole. Raises `APIError`."""
     limit, side = body.truncate_prompt_tokens, body.truncation_side
     if limit is None:
         if side is not None:
@@ -215,7 +216,8 @@ def check_logprob_entries(params: SamplingParams, prompt_tokens: int, prompts: i
 
 
 def check_prompt_logprob_entries(count: int | None, tokens: int) -> None:
-    """The same for `prompt_logprobs`, of so many prompt tokens."""
+    """Check that `prompt_logprobs` for this many prompt tokens fits in one answer. Raises
+    `APIError`."""
     if count is not None:
         _check_entries(tokens, count, "prompt_logprobs", "`n` or `prompt_logprobs`")
 

@@ -1,5 +1,5 @@
-"""What a body gives its chat template besides messages and tools: `chat_template_kwargs` and
-`reasoning_effort`."""
+"""Variables that a body gives its chat template besides messages and tools: `chat_template_kwargs`
+and `reasoning_effort`."""
 
 from __future__ import annotations
 

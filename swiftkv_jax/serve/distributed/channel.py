@@ -17,7 +17,7 @@ unanswered before the connection has ended: the other machine is gone."""
 
 
 class ProtocolError(ConnectionError):
-    """What came is no message, or not the one that was due."""
+    """Error for bytes that are no valid message, or not the expected one."""
 
 
 class Channel:

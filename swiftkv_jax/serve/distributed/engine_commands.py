@@ -1,4 +1,4 @@
-"""What a step of the engine begins with, the same in every process of a mesh."""
+"""Commands at the beginning of an engine step, the same in every process of a mesh."""
 
 from __future__ import annotations
 

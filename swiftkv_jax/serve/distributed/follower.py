@@ -63,7 +63,7 @@ def connect(host: str, port: int, secret: bytes, process: int, facts: Mapping[st
 
 
 class Commands(NamedTuple):
-    """What comes before a step."""
+    """Apply the commands that come before a step."""
 
     step: int
     pages_in_use: int

@@ -94,7 +94,8 @@ class Followers:
         aborts: list[Abort],
         requests: Sequence[Request | ScoreRequest],
     ) -> None:
-        """What all engines apply before step `step`. Raises `OSError` if a follower is gone."""
+        """Send the commands that all engines apply before step `step`. Raises `OSError` if a
+        follower is gone."""
         for frame in frames(step, pages_in_use, aborts, requests):
             for process, channel in self._channels.items():
                 if not frame.goes_on:
@@ -109,7 +110,7 @@ class Followers:
         return max((now - sent[0] if sent else 0.0, process) for sent, process in each)
 
     def cause(self, error: BaseException) -> BaseException:
-        """Why a step has failed: the end of a follower, if there was one, else `error`."""
+        """Return why a step has failed: the end of a follower, if there was one, else `error`."""
         self._failed.wait(1.0)  # it may be noticed a moment later
         return self._failure or error
 
@@ -256,7 +257,7 @@ def _authenticated(channel: Channel, secret: bytes, missing: set[int]) -> Hello 
 
 
 def _difference(facts: Mapping[str, str], hello: Hello) -> str:
-    """What a process has that process 0 has not; "" if nothing."""
+    """Return what differs between a process and process 0; "" if nothing does."""
     for name in sorted(facts.keys() | hello.facts.keys()):
         ours, others = facts.get(name, "none"), hello.facts.get(name, "none")
         if ours != others:

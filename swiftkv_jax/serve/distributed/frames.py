@@ -1,4 +1,4 @@
-"""What the processes of a server send each other: requests and aborts from process 0, a frame
+"""Messages between the processes of a server: requests and aborts from process 0, a frame
 before each step, and back from each follower when it has taken the step."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SPLIT_BYTES = 16 * 2**20
 
 
 class ReasoningFields(msgspec.Struct, omit_defaults=True):
-    """What a `ReasoningGrammar` has besides its grammar."""
+    """Fields of a `ReasoningGrammar` besides its grammar."""
 
     end_tag: bytes
     begin_token: int | None
@@ -31,14 +31,14 @@ class ReasoningFields(msgspec.Struct, omit_defaults=True):
 
 
 class Grammar(msgspec.Struct, omit_defaults=True):
-    """What `Request.grammar` is made of."""
+    """Parts of `Request.grammar`."""
 
     grammar: str | None = None
-    """In llguidance's own form."""
+    """Grammar in llguidance's own form."""
     reasoning: ReasoningFields | None = None
-    """What may come before it."""
+    """Reasoning that may come before it."""
     is_filter: bool = False
-    """Whether a `TokenFilter` is around it, with the fields that follow."""
+    """True if a `TokenFilter` is around it, with the fields that follow."""
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
 
@@ -100,10 +100,10 @@ def fields_of(request: Request | ScoreRequest) -> Fields:
 
 
 class Makers(NamedTuple):
-    """What a process makes grammars with."""
+    """Functions with which a process makes grammars."""
 
     compile_grammar: Callable[[str], Matcher]
-    """From llguidance's own form."""
+    """Compile a grammar in llguidance's own form."""
     spelling_of: Callable[[int], bytes]
     """Bytes of a token."""
     vocab_size: int
@@ -180,11 +180,11 @@ class Welcome(msgspec.Struct, tag="welcome"):
     """The answer to `Hello`."""
 
     refused: str = ""
-    """Why the process cannot take part; "" if it can."""
+    """Reason why the process cannot take part; "" if it can."""
 
 
 class Frame(msgspec.Struct, tag="frame", omit_defaults=True):
-    """What every process applies to its engine before the same step: the aborts, then the
+    """Commands that every process applies to its engine before the same step: the aborts, then the
     requests."""
 
     step: int
@@ -202,7 +202,7 @@ class Last(msgspec.Struct, tag="last"):
     """Process 0 ends."""
 
     error: str = ""
-    """Why; "" for an end that was asked for."""
+    """Reason of the end; "" for one that was asked for."""
 
 
 def frames(
@@ -232,7 +232,7 @@ class Hello(msgspec.Struct):
     secret: bytes
     process: int
     facts: dict[str, str]
-    """What has to be equal in all processes, by name."""
+    """Facts that have to be equal in all processes, by name."""
 
 
 class Ready(msgspec.Struct, tag="ready"):

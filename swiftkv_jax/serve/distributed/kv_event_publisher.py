@@ -120,5 +120,5 @@ class KVEventPublisher:
 
 
 def _is_bound(endpoint: str) -> bool:
-    """Whether an endpoint is bound rather than connected to, as vLLM decides it."""
+    """Return whether an endpoint is bound rather than connected to, as vLLM decides it."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))

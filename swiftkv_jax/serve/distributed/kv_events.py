@@ -28,7 +28,7 @@ class _Event(msgspec.Struct, tag=True, omit_defaults=True):
 class BlockStored(_Event):
     block_hashes: list[int]
     parent_block_hash: int | None
-    """Of the block before them; None at the beginning of a sequence."""
+    """Hash of the block before them; None at the beginning of a sequence."""
     token_ids: list[int]
     """Tokens of all of them."""
     block_size: int
@@ -36,8 +36,8 @@ class BlockStored(_Event):
     medium: str
     lora_name: None
     extra_keys: list[tuple[str] | None] | None = None
-    """For each block what its hash depends on besides tokens: the cache salt, in the first block of
-    a sequence."""
+    """Values on which the hash of each block depends besides tokens: the cache salt, in the first
+    block of a sequence."""
 
 
 class BlockRemoved(_Event):

@@ -38,7 +38,7 @@ class Transport:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """What is written meanwhile goes out at the end, in one system call."""
+        """Hold what is written meanwhile, and send it at the end in one system call."""
         self._held = []
         try:
             yield
@@ -114,7 +114,7 @@ class Connection(H11Protocol):
             self._enter("body", LINGER_SECONDS)
 
     def _follow(self) -> None:
-        """Give what the connection waits for its time."""
+        """Set the deadline of what the connection waits for."""
         if self.transport.is_closing():
             return
         state, buffered = self.conn.their_state, len(self.conn.trailing_data[0])
@@ -139,7 +139,7 @@ class Connection(H11Protocol):
                 self.flow.resume_reading()
 
     def send_400_response(self, msg: str) -> None:
-        """What is not HTTP, or has too long headers."""
+        """Refuse bytes that are not HTTP, or whose headers are too long."""
         self._refuse(invalid(None, msg, "invalid_request"))
 
     def _refuse(self, error: APIError) -> None:

@@ -60,17 +60,17 @@ class HTTPExchange:
         self.extra: dict[str, str] = {}
         """Headers of the answer besides the usual ones."""
         self.status = 0
-        """Of the answer; 0 before it has begun."""
+        """Status of the answer; 0 before it has begun."""
         self.num_bytes_in = self.num_bytes_out = 0
         self.is_gone = False
         """The client has closed the connection."""
         self.log: dict[str, Any] = {}
-        """What the line in the log says of it."""
+        """Fields of the request's line in the log."""
         self.on_gone: Callable[[], None] = lambda: None
         self.error_body: Callable[[APIError], dict[str, Any]] = APIError.body
         """The JSON of an error."""
         self.error_events = error_events
-        """What ends a stream that cannot go on."""
+        """Events that end a stream that cannot go on."""
 
     @property
     def method(self) -> str:
@@ -140,8 +140,8 @@ class HTTPExchange:
         return int(given) / 1e3
 
     def watch(self) -> None:
-        """From now on `is_gone` tells whether the client has left, and `on_gone` is called when it
-        does. Nothing else may be received."""
+        """Watch the connection: from now on `is_gone` tells whether the client has left, and
+        `on_gone` is called when it does. Nothing else may be received."""
         self._connection.on_lost = self._leave
 
     def _leave(self) -> None:
@@ -217,7 +217,7 @@ class HTTPExchange:
         )
 
     async def _in_time(self, sending: Awaitable[None]) -> None:
-        """A client that does not read ends its connection, with what it has not read."""
+        """Close the connection, dropping unsent data, if the client stops reading."""
         try:
             if not self._connection.flow.write_paused:  # then nothing is waited for
                 await sending

@@ -10,7 +10,7 @@ from typing import Any
 import h11
 
 MAX_EMPTY_LINES = 8
-"""Before one request. Some clients send one after a body (RFC 9112, 2.2)."""
+"""Empty lines before one request. Some clients send one after a body (RFC 9112, 2.2)."""
 
 _ABSOLUTE = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE)
 _AUTHORITY = re.compile(rb"(?:[\w.~!$&'()*+,;=%-]+|\[[0-9a-f:.]+\])(?::[0-9]*)?", re.IGNORECASE)

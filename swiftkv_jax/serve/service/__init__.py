@@ -1,1 +1,1 @@
-"""Between connections and the engine: admission, the queue, the thread of the engine, counts."""
+"""The part between connections and the engine: admission, queue, the engine's thread, counts."""

@@ -2,7 +2,7 @@
 
 A request reserves what it may cost before anything expensive happens to it: its sequences, its
 bytes, and its prompt tokens, which are estimated from the bytes until they are counted. One that
-finds no room is refused at once, with the time after which it is worth to come again.
+finds no room is refused at once, with a `Retry-After` time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ at least: it takes a slot whose time its answer decides."""
 
 @dataclasses.dataclass(eq=False)
 class Reservation:
-    """What one request holds until `release`."""
+    """Resources that one request holds until `release`."""
 
     key: str
     _admission: Admission
@@ -35,14 +35,14 @@ class Reservation:
     _released: bool = False
 
     def add_bytes(self, num_bytes: int) -> None:
-        """So much more of the body is in. Raises `APIError`."""
+        """Count bytes of the body that have arrived. Raises `APIError`."""
         self._admission.check(0, 0, num_bytes, self.key)
         self._admission.add(0, 0, num_bytes, self.key)
         self.num_bytes += num_bytes
 
     def count(self, num_tokens: int, num_sequences: int, param: str = "prompt") -> None:
-        """Hold so many instead of what was held. Raises `APIError` if that is too much now, or,
-        with the name of a field, ever."""
+        """Replace what is held by these numbers. Raises `APIError` if that is too much now, or,
+        naming the field `param`, ever."""
         admission = self._admission
         admission.check_alone(num_sequences, param)
         admission.add(-self.num_tokens, -self.num_sequences, 0, self.key)
@@ -52,7 +52,7 @@ class Reservation:
         self.num_tokens, self.num_sequences = num_tokens, num_sequences
 
     def release_tokens(self, num_tokens: int) -> None:
-        """These are cached now."""
+        """Release prompt tokens that are cached now."""
         if not self._released:
             num_tokens = min(num_tokens, self.num_tokens)
             self.num_tokens -= num_tokens
@@ -93,8 +93,8 @@ class Admission:
         return max(4 * self._max_model_len, int(30 * self._prefill_rate()))
 
     def reserve(self, key: str) -> Reservation:
-        """For a request whose body is not in yet: it holds nothing, but one that would be refused
-        is refused now. Raises `APIError`."""
+        """Begin a reservation before the body is in. It holds nothing, but a request that would be
+        refused is refused now. Raises `APIError`."""
         self.check(0, 1, 0, key)
         return Reservation(key, self)
 
@@ -138,7 +138,7 @@ class Admission:
             )
 
     def add(self, tokens: int, sequences: int, num_bytes: int, key: str) -> None:
-        """Count so much more, or less."""
+        """Add to the sums; negative numbers release."""
         self.tokens += tokens
         self.sequences += sequences
         self.bytes += num_bytes
@@ -159,7 +159,7 @@ class Admission:
 
 
 class Waiting(Protocol):
-    """What waits in a `FairQueue`."""
+    """An entry of a `FairQueue`."""
 
     @property
     def cost(self) -> int:
@@ -179,7 +179,7 @@ class FairQueue[W: Waiting]:
 
     def __init__(self):
         self._queues: dict[str, list[W]] = {}
-        """Of the keys that wait; the first one's turn it is."""
+        """Queues of the keys that wait; it is the first key's turn."""
         self._credit: dict[str, int] = {}
 
     def __len__(self) -> int:

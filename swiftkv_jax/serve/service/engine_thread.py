@@ -58,7 +58,7 @@ class EngineThread:
         followers: Followers | None = None,
         on_cache_events: Callable[[list[CacheEvent]], None] | None = None,
     ):
-        """What it calls is called in the engine's thread, and must return at once. `followers` are
+        """Make the thread. The callbacks run in it, and must return at once. `followers` are
         the other processes of the mesh; None in a single process. `on_cache_events` gets what has
         entered and left the prefix cache."""
         self._cache_events = None if on_cache_events is None else engine.record_cache_events()

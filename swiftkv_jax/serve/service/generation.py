@@ -90,7 +90,7 @@ class Choice:
         self.num_tokens = 0
         """Tokens of the answer, its end token included."""
         self.num_counted = 0
-        """Of these, how many the metrics have counted."""
+        """Tokens of these that the metrics have counted."""
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.last_token = 0.0
@@ -172,13 +172,13 @@ class Choice:
         return self.num_tokens if found is None else found
 
     def take(self) -> TextDelta:
-        """What has become certain since the last call."""
+        """Return what has become certain since the last call."""
         delta, self._ready = self._ready, TextDelta()
         return delta
 
     @property
     def is_ready(self) -> bool:
-        """Whether something has become certain, or the sample has ended."""
+        """True if something has become certain, or the sample has ended."""
         return self.finish_reason is not None or bool(self._ready)
 
 
@@ -211,8 +211,8 @@ class EngineRequest:
         return True
 
     def is_first(self, output: RequestOutput) -> bool:
-        """Whether an output tells that the prompt is cached, as the first one of a sample does, and
-        the last scores."""
+        """Return whether an output tells that the prompt is cached, as the first one of a sample
+        does, and the last scores."""
         return not self.is_prefilled and (bool(self.choices) or output.finish_reason is not None)
 
     @property
@@ -238,13 +238,13 @@ class Generation:
         """There is something new to send."""
         self.error: APIError | None = None
         self.queue_key = ""
-        """Whose turn it takes while it waits."""
+        """Key whose turns it takes while it waits."""
         self.priority = 0
         """Lower ones are served first."""
         self.timeout = math.inf
         """Seconds that it may take, by the server's option and the client's header."""
         self.abort_reason: str | None = None
-        """Why it was ended before its end."""
+        """Reason why it was aborted."""
         self.submitted = self.started = self.first_token = self.last_token = 0.0
         """`time.monotonic()`; 0 before it has happened. `submitted` is when the engine got the
         first part."""
@@ -357,7 +357,7 @@ def request_of(
     salt: str,
     grammar: Matcher | None = None,
 ) -> Request:
-    """What the engine continues."""
+    """Make the request that continues a prompt."""
     return Request(
         prompt.token_ids,  # type: ignore[arg-type]
         params,
@@ -369,7 +369,7 @@ def request_of(
 
 
 def score_of(prompt: Prompt, top_logprobs: int, *, salt: str) -> ScoreRequest:
-    """What gives the log-probabilities of all tokens of a prompt but the first."""
+    """Make the request for the log-probabilities of all tokens of a prompt but the first."""
     return ScoreRequest(
         prompt.token_ids,  # type: ignore[arg-type]
         start=1,

@@ -15,7 +15,7 @@ SECONDS = 10.0
 
 
 class Counts(NamedTuple):
-    """What has been counted up to a time."""
+    """Counts up to a time."""
 
     time: float
     prompt_tokens: int
@@ -51,7 +51,7 @@ async def log_load(service: Service) -> None:
 
 
 def line(service: Service, before: Counts, now: Counts) -> str:
-    """What happened between two times, and what runs now."""
+    """Return the line: rates between two times, and what runs now."""
     assert service.engine is not None
     load, seconds = service.engine.snapshot.load, max(now.time - before.time, 1e-3)
     queries = now.queries - before.queries

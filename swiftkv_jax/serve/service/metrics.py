@@ -1,5 +1,5 @@
-"""What a server counts of its requests, in vLLM's buckets: on the thread of the connections, in
-plain integers."""
+"""Counts of a server's requests, in vLLM's buckets: on the thread of the connections, in plain
+integers."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Metrics:
 
     def __init__(self):
         self.finished: collections.Counter[str] = collections.Counter()
-        """How sequences ended, in vLLM's words: stop (with calls of tools too), length, abort or
-        error."""
+        """Sequences by how they ended, in vLLM's words: stop (with calls of tools too), length,
+        abort or error."""
         self.disconnects: collections.Counter[str] = collections.Counter()
         self.http: collections.Counter[tuple[str, int]] = collections.Counter()
         """(route, status) -> answers."""
@@ -112,7 +112,7 @@ class Metrics:
         self.wasted_tokens += tokens if is_aborted else tokens - taken
 
     def observe_end(self, generation: Generation) -> None:
-        """Nothing of a request is held any more, however it ended."""
+        """Count a request that has ended, however it did."""
         failed = generation.error is not None and generation.error.status == 500
         other = "error" if failed else "abort"
         for choice in generation.choices:
@@ -153,7 +153,7 @@ STATES = ("queued", "prefilling", "decoding")
 
 
 def state_of(generation: Generation) -> str:
-    """What a request is at."""
+    """Return the phase of a request: one of `STATES`."""
     if not generation.submitted:
         return "queued"
     return "decoding" if generation.first_token else "prefilling"

@@ -1,5 +1,5 @@
-"""Between the connections and the engine's thread: what was admitted waits, runs, ends in time or
-is aborted. All of it on the thread of the connections."""
+"""Admitted requests, between the connections and the engine's thread: they wait, run, end in time
+or are aborted. All of it runs on the thread of the connections."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ class Service:
         self.options, self.model_name = options, model_name
         self.state: State = "starting"
         self.is_shutting_down = False
-        """Whether a shutdown has begun whose `--shutdown-delay` still runs: requests are taken."""
+        """True while the `--shutdown-delay` of a shutdown runs: requests are still taken."""
         self.start: dict[str, Any] = {"phase": "weights"}
         """The step of the start that runs, and how far it is, as `/ready` reports them."""
         self.failure: BaseException | None = None
         self.metrics = Metrics()
         self.idle = asyncio.Event()
-        """Nothing is admitted, and all answers are sent."""
+        """Event that no request is admitted, and all answers are sent."""
         self.idle.set()
         self._admitted: set[Generation] = set()
         self._queue: FairQueue[WaitingPart] = FairQueue()
         self._parts: dict[int, tuple[Generation, EngineRequest]] = {}
         self._num_submitted = self._num_answering = 0
         self._reading: set[asyncio.Task[Any]] = set()
-        """Those that read a body."""
+        """Tasks that read the body of a request."""
         self._stopped: set[asyncio.Task[Any]] = set()
         self._prefilled: collections.deque[tuple[float, int, bool]] = collections.deque()
         """Each second: time, tokens that ran through prefill, whether some were waiting for it."""
@@ -129,7 +129,7 @@ class Service:
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """Around a request, from its arrival until its answer is sent."""
+        """Count a request, from its arrival until its answer is sent."""
         self._num_answering += 1
         self.idle.clear()
         try:
@@ -140,7 +140,7 @@ class Service:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Around the reading of a body. Raises `APIError` after `stop_reading`."""
+        """Register the task while it reads a body. Raises `APIError` after `stop_reading`."""
         task = asyncio.current_task()
         assert task is not None
         self._reading.add(task)
@@ -157,7 +157,7 @@ class Service:
             self._stopped.discard(task)
 
     def stop_reading(self) -> None:
-        """No request is taken any more: bodies that have not come whole are not waited for."""
+        """Stop accepting requests: those whose body is not whole are refused."""
         self._stopped |= self._reading
         for task in self._reading:
             task.cancel()
@@ -202,7 +202,7 @@ class Service:
 
     @property
     def _has_room_in_engine(self) -> bool:
-        """Whether the engine needs one more request."""
+        """True if the engine needs one more request."""
         assert self.engine is not None
         load, waiting = self.engine.snapshot.load, self._num_waiting_in_engine
         free = self.max_num_seqs - load.num_running - load.num_prefilling
@@ -229,9 +229,9 @@ class Service:
             self.engine.submit(part.engine_id, part.request)
 
     def _on_events(self, events: list[Event]) -> None:
-        """What one step gave. Requests get their first token before those of the others are made
-        text: a few at a time, so that connections are served in between. All events of a request
-        that has its first token go through the backlog, so they stay in order."""
+        """Take the outputs of a step. Requests get their first token before those of the others are
+        made text: a few at a time, so that connections are served in between. All events of a
+        request that has its first token go through the backlog, so they stay in order."""
         first: list[Event] = []
         others: list[Event] = []
         for event in events:
@@ -269,12 +269,12 @@ class Service:
         self._pump()
 
     def _has_begun(self, event: Event) -> bool:
-        """Whether a token of its request has come before."""
+        """Return whether the event's request has had a token before."""
         found = self._parts.get(event[0])
         return found is not None and found[0].first_token > 0
 
     def _end(self, generation: Generation) -> None:
-        """Nothing of it is held any more."""
+        """Release everything that is held for a request."""
         if generation not in self._admitted:
             return
         self._admitted.discard(generation)
@@ -304,7 +304,7 @@ class Service:
                 self.tick(now)
 
     def tick(self, now: float) -> None:
-        """What `watch` does at a time."""
+        """Check deadlines and the engine: one iteration of `watch`."""
         options, engine, admission = self.options, self.engine, self.admission
         if engine is None or admission is None or self.state == "failed":
             return
@@ -334,7 +334,7 @@ class Service:
             self.state = "ready"
 
     def _is_waiting(self, generation: Generation) -> bool:
-        """Whether nothing of it has run."""
+        """Return whether no part of a request has run."""
         assert self.engine is not None
         waiting = self.engine.snapshot.waiting
         return all(part.engine_id < 0 or part.engine_id in waiting for part in generation.parts)

@@ -1,1 +1,1 @@
-"""Between text and token ids: prompts, calls of tools, reasoning, grammars."""
+"""Conversion between text and token ids: prompts, calls of tools, reasoning, grammars."""

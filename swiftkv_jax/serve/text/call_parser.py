@@ -22,7 +22,7 @@ class ToolCallDelta:
     name: str | None = None
     id: str | None = None
     arguments: str = ""
-    """Of a JSON object, as the model wrote it."""
+    """Part of a JSON object, as the model wrote it."""
 
 
 AnswerPart = str | ToolCallDelta
@@ -34,14 +34,14 @@ class CallParser:
     another may go on."""
 
     def __init__(self, *, single: bool, forced: bool):
-        """With `single` the answer ends with its first call. With `forced` a grammar lets the model
-        write nothing but calls."""
+        """Make a parser. With `single` the answer ends with its first call; with `forced` a grammar
+        lets the model write nothing but calls."""
         self._single, self._forced = single, forced
         self._text = ""
-        """What is not certain yet."""
+        """Text that is not certain yet."""
         self._state: Callable[[], bool] = self._read_text
         self._follows_call = False
-        """Nothing but separators has come since a call."""
+        """True while nothing but separators has come since a call."""
         self._gap_is_content = False
         self._parts: list[AnswerPart] = []
         self.num_calls = 0

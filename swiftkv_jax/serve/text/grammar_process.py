@@ -39,7 +39,7 @@ COMPILE_BYTES = 512 * 2**20
 START_SECONDS = 60.0
 """Time in which the process must have read its tokenizer."""
 _BEGUN, _GOOD, _BAD = b"b", b"g", b"r"
-"""What a process says: it has begun; the grammar compiles; it is refused (a message follows)."""
+"""Messages of a process: it has begun; the grammar compiles; it is refused (a reason follows)."""
 
 
 class GrammarProcessError(Exception):
@@ -134,7 +134,7 @@ class GrammarProcess:
             self._waiting.discard(connection)
 
     def _ask(self, grammar: str, process: subprocess.Popen[bytes]) -> str | None:
-        """Why a grammar is refused, "" if it is not; None if the process has ended. Raises
+        """Return why a grammar is refused, "" if it is not; None if the process has ended. Raises
         `OSError`."""
         ours, theirs = socket.socketpair()
         with contextlib.ExitStack() as stack:
@@ -163,8 +163,8 @@ class GrammarProcess:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """With the processes that it has begun. Does nothing if it has ended: its id may be another's
-    then, and those end by themselves."""
+    """Kill a process and its children. Does nothing if it has ended: its id may be another's then,
+    and its children end by themselves."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)

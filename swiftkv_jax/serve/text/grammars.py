@@ -19,7 +19,7 @@ WORKERS = 2
 """Grammars compiled at once."""
 MAX_CACHED = 64
 MAX_CACHED_CHARACTERS = 2**20
-"""Of all grammars that are kept."""
+"""Characters of all grammars that are kept."""
 
 
 class Compiler(Protocol):

@@ -1,6 +1,6 @@
-"""From texts and messages to token ids. Texts go to threads of their own: the tokenizer's batch
-methods let other threads run meanwhile, its others hold the interpreter for half a second and
-more."""
+"""Prompts of token ids, made of texts and messages. Texts go to separate threads: the tokenizer's
+batch methods let other threads run meanwhile, its others hold the interpreter for half a second
+and more."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ class Prompt(NamedTuple):
     """i32[T]"""
     page_keys: list[bytes]
     text: str | None
-    """What the client sent; None for token ids, and for a text of which a part remains."""
+    """Text that the client sent; None for token ids, and for a text of which a part remains."""
 
 
 class Truncation(NamedTuple):
-    """Which tokens of a prompt remain."""
+    """The tokens of a prompt that remain."""
 
     num_tokens: int
     side: Literal["left", "right"]
-    """Where tokens are cut off: left keeps the last."""
+    """Side on which tokens are cut off: left keeps the last."""
 
     def of(self, ids: np.ndarray) -> np.ndarray:
-        """Those of `ids`."""
+        """Return the ids that remain."""
         return ids[-self.num_tokens :] if self.side == "left" else ids[: self.num_tokens]
 
 
@@ -188,7 +188,8 @@ class PromptEncoder:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def in_thread[T](self, work: Callable[[], T], length: int) -> T:
-        """What `work` returns, in a thread; `length` are the characters that it works on."""
+        """Return the result of `work`, in a thread; `length` are the characters that it works
+        on."""
         if length <= LONG:
             return await asyncio.get_running_loop().run_in_executor(self._pool, work)
         return await (await self._long.start(work))
@@ -275,7 +276,7 @@ class PromptEncoder:
         return np.asarray(ids, np.int32)
 
     def _check_length(self, text: str, param: str) -> None:
-        """Before it is tokenized."""
+        """Refuse a text that is too long, before it is tokenized. Raises `APIError`."""
         fewest = -(-len(text) // self._longest)
         if fewest > self._max_model_len:
             raise self._too_long(fewest, param, at_least=True)
@@ -303,8 +304,8 @@ def _in_json(text: str) -> str:
 
 
 def _split(text: str, sentinel: str) -> list[str]:
-    """What `PromptEncoder._guard` has marked is every second part; a mark that the template has cut
-    is left out."""
+    """Split a text at the marks of `PromptEncoder._guard`: every second part is a mark. One that
+    the template has cut is left out."""
     parts = re.split(f"{sentinel}([0-9]+){sentinel}", text)
     return [
         part if number % 2 else re.sub(f"{sentinel}[0-9]*", "", part)

@@ -30,8 +30,8 @@ _MAX_GAP = 64
 """White space before the first tag."""
 
 Start = Literal["possible", "begun", "continued", "over"]
-"""Where an answer starts: before reasoning that the model may begin, after the tag that begins it,
-within it, or after it."""
+"""Place where an answer starts: before reasoning that the model may begin, after the tag that
+begins it, within it, or after it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,14 +45,14 @@ class ReasoningParser:
     """Reads one answer: reasoning first, if there is some, then content."""
 
     def __init__(self, start: Start, *, omit: bool = False):
-        """With `omit` the reasoning is read and left out."""
+        """Make a parser. With `omit` the reasoning is read and left out."""
         self._omit = omit
         self._text = ""
-        """What is not certain yet."""
+        """Text that is not certain yet."""
         self._num_breaks = 0
         """Line breaks that follow the reasoning so far; dropped where it ends."""
         self._is_blank = False
-        """Nothing but line breaks has come since a tag."""
+        """True while nothing but line breaks has come since a tag."""
         self._inside = start in ("begun", "continued")
         self._state = {
             "possible": self._read_tag,
@@ -70,7 +70,7 @@ class ReasoningParser:
 
     @property
     def is_over(self) -> bool:
-        """What follows is content."""
+        """True once all that follows is content."""
         return self._state == self._read_content
 
     def push(self, text: str) -> tuple[str, str]:
@@ -146,7 +146,7 @@ def _begun_tag(text: str) -> str:
 
 
 class Reasoning:
-    """How the answers of one model are read."""
+    """Reader of the answers of one model."""
 
     def __init__(self, tokenizer: Any, *, vocab_size: int, eos_token_ids: Sequence[int]):
         """`vocab_size` and `eos_token_ids` are the model's. Raises `UsageError` for a tokenizer
@@ -160,7 +160,8 @@ class Reasoning:
 
     @staticmethod
     def start(prompt: str | None, continued: str = "") -> Start:
-        """Where the answer to a prompt starts. `continued` is the text that it goes on with."""
+        """Return where the answer to a prompt starts. `continued` is the text that it goes on
+        with."""
         if continued.strip():
             return "continued" if continued.rfind(BEGIN) > continued.rfind(END) else "over"
         end = (prompt or "").rstrip()
@@ -169,8 +170,8 @@ class Reasoning:
         return "over" if end.endswith(END) else "possible"
 
     def before(self, grammar: Matcher, start: Start) -> Matcher | None:
-        """What allows reasoning, and after it what `grammar` allows. None where that cannot be held
-        exactly, because a tag is no token of its own."""
+        """Return a matcher of reasoning, followed by what `grammar` allows. None where that cannot
+        be held exactly, because a tag is no token of its own."""
         if start == "over":
             return grammar
         if self._end_id is None or (start == "possible" and self._begin_id is None):
@@ -188,9 +189,9 @@ class Reasoning:
 def reasoning_of(
     parser: str, tokenizer: Any, template: str, *, vocab_size: int, eos_token_ids: Sequence[int]
 ) -> Reasoning | None:
-    """How the answers of a model with this chat template are read; None for a model that does not
-    reason. `parser` is the option of `ServerOptions`. Raises `UsageError` where that asks for what
-    cannot be."""
+    """Return the reader of answers of a model with this chat template; None for a model that does
+    not reason. `parser` is the option of `ServerOptions`. Raises `UsageError` where that asks for
+    what cannot be."""
     if parser == "none" or (parser == "auto" and not is_in_template(template)):
         return None
     try:
@@ -203,7 +204,8 @@ def reasoning_of(
 
 
 def is_in_template(template: str) -> bool:
-    """Whether a chat template takes reasoning out of earlier answers, or writes it into them."""
+    """Return whether a chat template takes reasoning out of earlier answers, or writes it into
+    them."""
     return END in template
 
 

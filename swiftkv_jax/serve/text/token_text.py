@@ -1,4 +1,4 @@
-"""How single tokens are spelled, for lists of log-probabilities."""
+"""Spellings of single tokens, for lists of log-probabilities."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TokenSpellings:
     """Spellings of a tokenizer's tokens, kept once they were asked for."""
 
     def __init__(self, tokenizer: Any, *, as_ids: bool = False):
-        """With `as_ids` the texts are `token_id:N`."""
+        """Make the table. With `as_ids` the texts are `token_id:N`."""
         self._tokenizer, self._as_ids = tokenizer, as_ids
         self._kept: dict[int, Spelling] = {}
         added = getattr(tokenizer, "added_tokens_decoder", {})

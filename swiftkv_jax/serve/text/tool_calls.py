@@ -39,7 +39,8 @@ class ToolCallParser(CallParser):
         self._names, self._markers = names, FORMATS[format]
         self._value = _JSONValue()
         self._brace = self._value_start = 0
-        """Where the object of `_read_object` begins in `_text`, and how far it has been read."""
+        """Offsets in `_text` at which the object of `_read_object` begins, and up to which it was
+        read."""
         self._depth = 0
         """Braces of the content that are open."""
         self._in_list = False
@@ -47,7 +48,7 @@ class ToolCallParser(CallParser):
         self._in_block = False
         """A fence did."""
         self._fences = 0
-        """Of the content."""
+        """Last characters of the content."""
 
     def finish(self, *, is_cut: bool = False) -> list[AnswerPart]:
         """The end of the text: what was held back is content, or a call that was cut short where
@@ -223,7 +224,7 @@ class _Head(NamedTuple):
 
     name: str
     end: int
-    """Where the arguments begin."""
+    """Offset at which the arguments begin."""
 
 
 class _Buffered(NamedTuple):
@@ -231,7 +232,7 @@ class _Buffered(NamedTuple):
 
 
 def _head(text: str, at: int, names: Collection[str]) -> _Head | _Buffered | None:
-    """What the object at `at` begins like; None for no call. Raises `_Incomplete`."""
+    """Return the head of the object at `at`; None for no call. Raises `_Incomplete`."""
     reader = _Reader(text, at + 1)
     key = reader.string()
     if key != "name" or reader.next() != ":":

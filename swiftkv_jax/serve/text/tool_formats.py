@@ -15,7 +15,7 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
 }
 """Formats, with vLLM's names -> their markers."""
 UNPARSED = "unparsed"
-"""In place of a format: calls of the model are in another one, and come as text."""
+"""Name in place of a format: calls of the model are in another one, and come as text."""
 _OTHER_FORMATS = re.compile(
     r"<[^<>\s'\"]*(?i:tool\S{0,2}calls?|function\S?calls?)[^<>]*>|\[TOOL_CALLS?\]|\[ARGS\]"
     r"|<function=|functools\[|<arg_key>|<invoke|<\|START_ACTION\|>|<\|channel\|>"

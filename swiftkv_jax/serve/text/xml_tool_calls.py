@@ -34,7 +34,7 @@ MAX_SPACE = 64
 _FUNCTION_SPACE = rf"{FUNCTION_END}[{SPACE}]{{0,{MAX_SPACE}}}"
 _NEXT = rf"\n{PARAMETER}([^<>\n\"]{{1,{MAX_HEAD}}})>"
 _END = re.compile(rf"{PARAMETER_END}|{_FUNCTION_SPACE}{CLOSE}|{_NEXT}")
-"""What may end an argument; the group is the name of the next one."""
+"""Texts that may end an argument; the group is the name of the next one."""
 
 
 def _beginnings(mark: str) -> str:
@@ -70,13 +70,13 @@ class XMLToolCallParser(CallParser):
         super().__init__(single=single, forced=forced)
         self._schemas = schemas
         self._schema: Mapping[str, Any] = {}
-        """Of the call's arguments."""
+        """Names of the call's arguments."""
         self._argument: Mapping[str, Any] = {}
         """Schema of the argument that is read."""
         self._is_first = self._is_blank = self._is_streamed = False
         """No argument has come; nothing of this one; it is a text, which goes out as it comes."""
         self._value: list[str] = []
-        """Of an argument that does not."""
+        """Text of an argument that does not."""
         self._given: set[str] = set()
         """Names of the call's arguments so far."""
         self._is_repeated = self._is_json = False
