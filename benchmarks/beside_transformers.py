@@ -60,7 +60,7 @@ TRANSFORMERS, TEACHER, STUDENT = "transformers", "teacher", "swiftkv"
 BATCHING = "transformers, continuous batching"
 SIZES = {
     "full": (((512, 64), (2048, 32)), (1, 4, 16)),
-    "smoke": (((32, 8),), (1, 2)),
+    "smoke": (((64, 16),), (1, 2)),
 }
 """((tokens of a prompt, of an answer) of each workload, clients)."""
 READY_SECONDS = 600
@@ -111,7 +111,8 @@ def _main(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tokenizer, student = prepare(args, folder, document)
-        servers = commands(args.python, student, str(folder / "plain"))
+        length = 5 * max(map(sum, SIZES[args.shapes][0])) // 4  # text may become more tokens
+        servers = commands(args.python, student, str(folder / "plain"), length)
         texts = {}
         for group in [servers] if on_cpu else [[server] for server in servers]:
             with contextlib.ExitStack() as stack:
@@ -135,7 +136,8 @@ def prepare(args: argparse.Namespace, folder: Path, document: dict[str, Any]) ->
     that is written into `folder`. Raises `UsageError` for a model without a tokenizer."""
     if args.model is not None:
         document["model"] = args.model
-        return open_tokenizer(Recipe(args.model, (), folder)), args.model
+        recipe = Recipe(model=args.model, data=(), output_dir=folder)
+        return open_tokenizer(recipe), args.model
     tokenizer = AutoTokenizer.from_pretrained(str(demo.LLAMA))
     config = dataclasses.replace(model_config(args.shapes), vocab_size=len(tokenizer))
     document["config"] = config_to_hf(config)
@@ -188,11 +190,11 @@ def source_prompts(tokenizer: Any, length: int, count: int) -> list[str]:
 # Servers ----------------------------------------------------------------------
 
 
-def commands(python: Path | None, student: str, plain: str) -> list[Server]:
-    """The servers of a SwiftKV model, and with `python` those of its `plain` form, each with a port
-    that is free now."""
-    ours = [sys.executable, "-m", "swiftkv_jax.infer", "serve"]
-    ours += "--max-model-len 2560 --max-num-seqs 16 --max-num-queued-reqs 32".split()
+def commands(python: Path | None, student: str, plain: str, length: int) -> list[Server]:
+    """The servers of a SwiftKV model for `length` tokens, and with `python` those of its `plain`
+    form, each with a port that is free now."""
+    ours = [sys.executable, "-m", "swiftkv_jax.infer", "serve", "--max-model-len", str(length)]
+    ours += ["--max-num-seqs", "16"]
     found = {
         TEACHER: ([*ours, "--model", student, "--swiftkv", "off"], ""),
         STUDENT: ([*ours, "--model", student], ""),

@@ -239,9 +239,9 @@ def for_h200() -> str:
         "with the norm, the rotary embedding and the cache write could save at most "
         f"{kv_projection_figure()} of a chunk's time, by the bytes it would not move: it is left "
         "to XLA.",
-        "`python -m benchmarks.predict` computes times of attention and serving from counts of "
-        "bytes, products and launches. On an H100, attention took 0.95 to 1.33 and serving 0.88 to "
-        "1.11 of what it predicts there. For an H200 it predicts:",
+        "`python -m benchmarks.predict` runs the engine's schedule with times from counts of "
+        "bytes, products and launches. On an H100, serving took 0.88 to 1.11 of what it predicts "
+        "there. For an H200 it predicted:",
         table(("", "SwiftKV", "teacher"), _predicted()),
     )
 

@@ -36,7 +36,7 @@ from swiftkv_jax.process import provenance
 
 from . import report
 from .markdown import section, table
-from .predict.devices import device_model
+from .predict.model import device_model
 from .serve_targets import judge
 
 TINY = Config(

@@ -4,10 +4,9 @@
     python -m benchmarks.kernels --only 'decode.*fp8'   some rows
     python -m benchmarks.kernels --shapes smoke         tiny shapes, a test run; also on a CPU
 
-A line per row and implementation goes to stdout: time per call on the device, that of
-`benchmarks.predict` where it has a model of the device and the kernel, rate, share of the device's
-measured roofline (matrix product for prefill, copy bandwidth for decode), speed relative to cuDNN,
-error. Then which targets are met. `~` marks a time that does not scale with the number of
+A line per row and implementation goes to stdout: time per call on the device, rate, share of the
+device's measured roofline (matrix product for prefill, copy bandwidth for decode), speed relative
+to cuDNN, error. Then which targets are met. `~` marks a time that does not scale with the number of
 calls, and `host-bound` one that is the host's, not the device's. JSON with everything, raw times
 included, goes to `benchmarks/results/` (from a smoke run only to `--output`), rewritten after every
 row. Rows are measured in another process, and in a new one after a crash or a hang. Exit code 1 if
@@ -100,7 +99,7 @@ def _measure(args: argparse.Namespace, worker: Worker) -> int:
     report.add_roofline(document, roofline)
     print(CONVENTIONS)
     print(
-        f"{'row':22} {'implementation':14} {'time':>10} {'predicted':>10} {'rate':>14} "
+        f"{'row':22} {'implementation':14} {'time':>10} {'rate':>14} "
         f"{'of roof':>8} {'of cuDNN':>8} {'error':>8}",
         flush=True,
     )
@@ -193,10 +192,8 @@ def _print_row(row: dict[str, Any], platform: str) -> None:
     for result in row["results"]:
         line = f"{row['name']:22} {result['implementation']:14} "
         if "seconds" in result:
-            predicted = result.get("predicted_seconds")
-            predicted = "-" if predicted is None else report.duration(predicted)
             line += (
-                f"{report.duration(result['seconds']):>10} {predicted:>10} {result['rate']:>6.4g} "
+                f"{report.duration(result['seconds']):>10} {result['rate']:>6.4g} "
                 f"{row['unit']:7} {result['share_of_roofline']:8.1%} "
             )
             line += (

@@ -12,8 +12,6 @@ import jax
 from swiftkv_jax.plan.roofline import Roofline
 
 from .. import report
-from ..predict import attention
-from ..predict.devices import device_model
 from ..timing import Plan, Program, measure
 from . import baselines, inputs, oracle
 from .candidates import Candidate, ours, ours_here
@@ -72,8 +70,6 @@ def measure_row(
             "rate": speed,
             "share_of_roofline": speed / roof(shape, roofline),
         }
-        if name == "hopper" and (model := device_model(jax.devices()[0].device_kind)):
-            results[name]["predicted_seconds"] = attention.seconds(model, shape)
         if baselines.CUDNN in timings and results[baselines.CUDNN]["status"] == "ok":
             results[name]["ratio_to_cudnn"] = timings[baselines.CUDNN].seconds / timing.seconds
         results[name]["timing"] = dataclasses.asdict(timing)

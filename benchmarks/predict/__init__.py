@@ -1,2 +1,2 @@
-"""Predictions of what `benchmarks.kernels` and `benchmarks.serve` measure on a GPU: time by count
-of bytes, products and launches."""
+"""A simulator of the engine's schedule: what `benchmarks.serve` would measure on a GPU, by the real
+engine over a model of the device's time."""

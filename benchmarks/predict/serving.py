@@ -11,14 +11,14 @@ import argparse
 import dataclasses
 import shlex
 from collections import abc
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from swiftkv_jax.infer.bench import arguments as bench_arguments
 from swiftkv_jax.infer.bench import options as bench_options
-from swiftkv_jax.infer.bench.cells import STUDENT, TEACHER, Cell, Mode
+from swiftkv_jax.infer.bench.cells import STUDENT, TEACHER
 from swiftkv_jax.infer.bench.summary import compare, derive, variant_of
 from swiftkv_jax.infer.bench.timing import Raw, measure
 from swiftkv_jax.infer.engine.engine import Engine
@@ -34,8 +34,7 @@ from swiftkv_jax.model.config import Config
 from swiftkv_jax.plan.presets import LLAMA_8B
 from swiftkv_jax.plan.roofline import Roofline
 
-from .devices import DeviceModel
-from .steps import StepModel
+from .model import DeviceModel, StepModel
 
 DTYPE = jnp.dtype(jnp.bfloat16)
 
@@ -134,20 +133,15 @@ class PredictedRunner:
     ) -> AsyncOutput:
         raise NotImplementedError("grammars are not predicted")
 
-    def _run(self, seconds: float, result: Any = None) -> AsyncOutput:
-        """Queue a call behind those before it."""
+    def _run(self, seconds: float, tokens: np.ndarray | None = None) -> AsyncOutput:
+        """Queue a call behind those before it: its end, and its tokens."""
         self._idle_from = max(self._idle_from, self.clock.now) + seconds
-        return AsyncOutput(_Call(self._idle_from, result))
+        return AsyncOutput((self._idle_from, tokens))
 
     def read(self, output: AsyncOutput) -> SamplerOutput | None:
-        call: _Call = output.result
-        self.clock.now = max(self.clock.now, call.end)
-        return None if call.tokens is None else SamplerOutput(call.tokens, None, None, None)
-
-
-class _Call(NamedTuple):
-    end: float
-    tokens: np.ndarray | None
+        end, tokens = output.result
+        self.clock.now = max(self.clock.now, end)
+        return None if tokens is None else SamplerOutput(tokens, None, None, None)
 
 
 # Rows -------------------------------------------------------------------------
@@ -160,40 +154,28 @@ def predict(device: DeviceModel, flags: str, config: Config = LLAMA_8B) -> dict[
     bench_arguments.add_arguments(parser)
     options = bench_options.BenchOptions.from_args(parser.parse_args(shlex.split(flags)))
     engine_options, cells = bench_options.plan(options)
+    roofline = Roofline(device.matmul, device.copy, 1, str(DTYPE), {}, device.published)
     raws: dict[str, list[Raw]] = {}
-    runners = {}
+    variants = {}
     for name in options.swiftkv:
-        runner = runners[name] = PredictedRunner(device, config, name, engine_options)
+        runner = PredictedRunner(device, config, name, engine_options)
         engine = Engine(runner, config=runner.config, eos_token_ids=(), options=engine_options)
+        variants[name] = runner.variant
         raws[name] = [
             measure(options.mode, engine, cell, seed=number, clock=runner.clock)
             for number, cell in enumerate(cells)
         ]
     rows = []
     for number, cell in enumerate(cells):
-        of_cell = {
-            name: _row(options.mode, cell, raws[name][number], runners[name]) for name in raws
-        }
-        if len(of_cell) == 2:
-            student, teacher = ([raws[name][number]] for name in (STUDENT, TEACHER))
-            of_cell[STUDENT] |= compare(options.mode, student, teacher)
-        rows += [
-            {"label": str(cell), "variant": name, "cell": dataclasses.asdict(cell)} | row
-            for name, row in of_cell.items()
-        ]
-    for row in rows:
-        for name in _NOT_PREDICTED & row.keys():
-            del row[name]
+        for name, variant in variants.items():
+            row = derive(options.mode, cell, [raws[name][number]], variant, roofline)
+            if name == STUDENT and TEACHER in raws:
+                pair = ([raws[each][number]] for each in (STUDENT, TEACHER))
+                row |= compare(options.mode, *pair)
+            about = {"label": str(cell), "variant": name, "cell": dataclasses.asdict(cell)}
+            figures = {key: value for key, value in row.items() if key not in _NOT_PREDICTED}
+            rows.append(about | figures)
     return {"mode": options.mode, "flags": flags, "rows": rows}
 
 
 _NOT_PREDICTED = {"host_share", "compilations", "speed_up_of_best", "speed_up_in_cpu_time"}
-
-
-def _row(mode: Mode, cell: Cell, raw: Raw, runner: PredictedRunner) -> dict[str, Any]:
-    return derive(mode, cell, [raw], runner.variant, roofline(runner.model.device))
-
-
-def roofline(device: DeviceModel) -> Roofline:
-    """The rates that predictions are shares of."""
-    return Roofline(device.matmul, device.copy, 1, str(DTYPE), {}, device.published)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import hlo
-from benchmarks.predict import steps
+from benchmarks.predict import model
 from swiftkv_jax.infer.runner.lowering import (
     DecodeKind,
     DecodeProgram,
@@ -249,11 +249,11 @@ def test_kernels_of_a_decode_step():
         counts.append(len(found))
     print(f"kernels of a step with 2 and with 4 layers: {counts}")
     lower, upper = (
-        small + steps.PRODUCTS + steps.ATTENTION for small in (steps.SMALL_SELF, steps.SMALL_CROSS)
+        small + model.PRODUCTS + model.ATTENTION for small in (model.SMALL_SELF, model.SMALL_CROSS)
     )
-    assert counts[1] - counts[0] == lower + upper + steps.SMALL_PER_GROUP
+    assert counts[1] - counts[0] == lower + upper + model.SMALL_PER_GROUP
     # The products for all upper keys and values, and for the logits.
-    assert counts[0] == counts[1] - counts[0] + steps.SMALL_REST + 2
+    assert counts[0] == counts[1] - counts[0] + model.SMALL_REST + 2
 
 
 @pytest.mark.parametrize(

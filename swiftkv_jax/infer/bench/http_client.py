@@ -60,7 +60,7 @@ class Client:
 
     async def complete(self, body: dict[str, Any]) -> Timed:
         """Ask for a streamed completion and read it to its end. A failure is in `error`."""
-        timed = Timed()
+        timed, writer = Timed(), None
         try:
             reader, writer = await self._connection()
             content = self._encode("POST", "/v1/completions", body)
@@ -68,16 +68,16 @@ class Client:
             writer.write(content)
             await writer.drain()
             status, headers = await _head(reader)
-            if status != 200:
-                content = b"".join([part async for part in _body(reader, headers)])
-                timed.error = f"{status}: {content[:200].decode(errors='replace')}"
-            else:
+            if status == 200:
                 await _events(reader, headers, timed)
                 self._idle.append((reader, writer))
                 return timed
-            writer.close()
+            content = b"".join([part async for part in _body(reader, headers)])
+            timed.error = f"{status}: {content[:200].decode(errors='replace')}"
         except (OSError, EOFError, ValueError) as error:
             timed.error = f"{type(error).__name__}: {error}"
+        if writer is not None:
+            writer.close()
         return timed
 
     async def get(self, path: str) -> Any:
@@ -131,7 +131,8 @@ async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncI
 
 
 async def _events(reader: asyncio.StreamReader, headers: dict[str, str], timed: Timed) -> None:
-    """Read a stream of events. Raises `ValueError` for one that reports an error or is cut."""
+    """Read a stream of events, which ends in [DONE] or in a finish reason. Raises `ValueError` for
+    one that reports an error or is cut."""
     rest, counted, done = b"", 0, False
     async for part in _body(reader, headers):
         now = time.perf_counter()
@@ -147,7 +148,9 @@ async def _events(reader: asyncio.StreamReader, headers: dict[str, str], timed: 
                 raise ValueError(str(found["error"].get("message", found["error"])))
             for choice in found["choices"]:
                 counted += 1
-                if choice.get("text") or choice.get("finish_reason"):
+                finished = choice.get("finish_reason") is not None
+                done = done or finished
+                if choice.get("text") or finished:
                     timed.arrivals.append(now)
             if usage := found.get("usage"):
                 timed.num_tokens = usage["completion_tokens"]

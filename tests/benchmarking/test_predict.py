@@ -1,0 +1,105 @@
+"""The simulator of the engine's schedule: calls take what their bytes and products take, and the
+engine's loops add them up."""
+
+import json
+import subprocess
+import types
+
+import numpy as np
+import pytest
+
+from benchmarks import serve
+from benchmarks.predict import __main__ as command
+from benchmarks.predict import model, serving
+from benchmarks.predict.model import H100, H200, StepModel, device_model
+from swiftkv_jax.infer.bench.summary import STUDENT
+from swiftkv_jax.infer.engine.options import EngineOptions
+from swiftkv_jax.plan.presets import LLAMA_8B
+
+POSITION = 2 * 8 * 128 * 2  # bytes of a position of Llama-3.1-8B in one layer, bfloat16
+
+
+def step_model(device=H200, **options) -> StepModel:
+    return serving.PredictedRunner(device, LLAMA_8B, STUDENT, EngineOptions(**options)).model
+
+
+def test_blocks_start_when_a_multiprocessor_is_free():
+    assert model.makespan([3, 3, 2, 2, 2], 2) == 7
+    assert model.makespan([1, 1, 5], 2) == 6  # the longest last
+    assert model.makespan([5, 1, 1], 2) == 5
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "milliseconds"), [(1, 1024, 5.2), (32, 2048, 7.2), (256, 2048, 25.5)]
+)
+def test_decode_step(rows, length, milliseconds):
+    seconds = step_model().decode_seconds([length] * rows, 131_072)
+    assert 1e3 * seconds == pytest.approx(milliseconds, rel=0.05)
+
+
+def test_a_decode_step_takes_the_time_of_its_lengths_and_not_of_the_table():
+    predicted = step_model()
+    short, long = (predicted.decode_seconds([length] * 64, 131_072) for length in (1024, 2048))
+    assert predicted.decode_seconds([2048] * 64, 4096) == pytest.approx(long, rel=1e-3)
+    read = 32 * 64 * POSITION * 1024 / H200.decode_bandwidth("bfloat16")
+    assert long - short == pytest.approx(read, rel=0.15)
+    half = predicted.decode_seconds([2048] * 32 + [0] * 32, 131_072)
+    assert half == pytest.approx(short, rel=0.03)
+
+
+def test_a_chunk():
+    predicted, tiles = step_model(), [128 * (page + 1) for page in range(16)]
+    assert predicted.chunk_seconds(2048, tiles) == pytest.approx(27e-3, rel=0.05)
+    later = [6144 + tile for tile in tiles]
+    assert predicted.chunk_seconds(2048, later) > 1.1 * predicted.chunk_seconds(2048, tiles)
+
+
+def test_calls_of_a_part_take_what_their_steps_take():
+    """A chunk has tiles without queries too, and rows grow from call to call."""
+    (row,) = serving.predict(H200, "prefill --input-len 2k -r 1 --swiftkv on")["rows"]
+    tiles = [min(128 * (page + 1), 2047) for page in range(16)] + [0] * 2
+    assert row["seconds"] == pytest.approx(step_model().chunk_seconds(2048, tiles))
+    flags = "decode --input-len 512 --batch 64 --output-len 512 -r 1 --swiftkv on"
+    (row,) = serving.predict(H200, flags)["rows"]
+    predicted = step_model(max_model_len=1024)
+    steps = [predicted.decode_seconds([length] * 64, 1024) for length in range(520, 1024, 8)]
+    assert row["seconds_per_output_token"] == pytest.approx(np.mean(steps), rel=5e-3)
+
+
+def test_requests_that_arrive_wait_for_those_before():
+    def ttft(rate):
+        flags = f"latency --input-len 2k --output-len 16 --request-rate {rate} --num-prompts 12"
+        return serving.predict(H200, f"{flags} --max-num-seqs 4 --swiftkv on")["rows"][0][
+            "ttft_p50"
+        ]
+
+    alone, crowded = ttft(0.5), ttft("inf")
+    assert 27e-3 < alone < 3 * 27e-3 and crowded > 3 * alone
+
+
+def test_the_command_and_what_serving_prints_beside_its_times(tmp_path, monkeypatch, capsys):
+    """In a process that leaves the device alone."""
+    flags = "decode --input-len 2k --batch 64 --output-len 64 -r 3"
+    assert serve.FULL["decode-2k"] == flags
+    assert device_model(H100.kind) is H100 and serve.predicted_parts("cpu", ["decode-2k"]) == {}
+
+    def run(argv, env, **_):
+        assert argv[1:3] == ["-m", "benchmarks.predict"] and env["JAX_PLATFORMS"] == "cpu"
+        return subprocess.CompletedProcess(argv, command.main(argv[3:]))
+
+    fake = types.SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL)
+    monkeypatch.setattr(serve, "subprocess", fake)
+    predicted = serve.predicted_parts(H200.kind, ["decode-2k"])
+    assert predicted == json.loads(json.dumps({"decode-2k": serving.predict(H200, flags)}))
+    student, teacher = predicted["decode-2k"]["rows"]
+    assert "host_share" not in student and (student["variant"], teacher["variant"]) == (
+        "swiftkv",
+        "teacher",
+    )
+    assert "an H200, predicted: decode-2k" in capsys.readouterr().out
+    rows = [row | {"seconds": 2 * row["seconds"]} for row in predicted["decode-2k"]["rows"]]
+    measured = {"decode-2k": {"rows": rows}, "latency": {"rows": rows}}
+    lines = serve.beside_predictions(measured, predicted).splitlines()
+    assert sum(line.endswith("| 2.00 |") for line in lines) == 2
+    assert sum(line.endswith("|  |  |") for line in lines) == 2, "a part without a prediction"
+    assert command.main(["--only", "nothing such"]) == 2
