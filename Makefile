@@ -50,7 +50,7 @@ $(VENV)/installed: requirements.lock pyproject.toml
 BOUNDS_TESTS := tests/test_public_api.py tests/test_rope.py tests/test_nnx.py tests/serve/test_metrics.py \
 	tests/pallas_kernels/test_attention.py
 BOUNDS_CASES := not test_attention or picture
-BOUNDS_COMPILED := (test_prefill_chunk and 128 or test_decode and 128-bfloat16-64-2048-True) and not v5e and not v5p
+BOUNDS_COMPILED := H128 and (chunk or bfloat16 and 64x2048 and True) and (h200 or v6e)
 test-newest: newest
 	$(call test_in,.venv-newest)
 test-lowest: lowest
@@ -58,7 +58,7 @@ test-lowest: lowest
 define test_in
 	$(1)/bin/python -c 'import jax; print("jax", jax.__version__)'
 	$(QUICKLY) $(1)/bin/python $(PYTEST) $(BOUNDS_TESTS) -k "$(BOUNDS_CASES)"
-	$(call compile,$(1)) tests/compile/test_hopper.py tests/compile/test_tpu.py -k "$(BOUNDS_COMPILED)"
+	$(call compile,$(1)) tests/compile/test_kernels.py -k "$(BOUNDS_COMPILED)"
 endef
 
 newest: RESOLUTION := highest
@@ -173,14 +173,13 @@ $(VENV)/compilers: requirements-compile.lock $(VENV)/installed
 # and what only hardware can show (marked `hardware`, and counted as skipped elsewhere). A process for each file, because
 # after an illegal access no kernel runs in its process; the file most likely to crash or hang is last.
 DEVICE_PYTHON ?= python3
-DEVICE_SECONDS := 1800
-DEVICE_TESTS := test_attention test_windows test_parts
+DEVICE_SECONDS := 3000
 test-gpu:
 	JAX_PLATFORMS=cuda $(DEVICE_PYTHON) -c "import jax; print(jax.devices())"
-	$(call each_file,cuda,$(DEVICE_TESTS) test_cudnn test_prefill_tiles,not tpu)
+	$(call each_file,cuda,test_attention test_cudnn test_prefill_tiles,not tpu)
 test-tpu:
 	JAX_PLATFORMS=tpu $(DEVICE_PYTHON) -c "import jax; print(jax.devices())"
-	$(call each_file,tpu,$(DEVICE_TESTS),not hopper)
+	$(call each_file,tpu,test_attention,not hopper)
 # $(1) the platform, $(2) files, $(3) a pytest -k expression
 each_file = @failed=; for file in $(2); do \
 	JAX_PLATFORMS=$(1),cpu timeout --foreground --kill-after 30 $(DEVICE_SECONDS) $(DEVICE_PYTHON) -m pytest -q $(EVERY_SHAPE) \

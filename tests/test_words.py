@@ -93,8 +93,8 @@ ALLOWED = {
     "lanes": "pallas_kernels/",
     # Character ranges of the targets in a text.
     "spans": "train/data/",
-    # A keyword of `concurrent.futures`, a method of `asyncio`.
-    "cancel": ("infer/runner/compilation", "serve/"),
+    # A keyword of `concurrent.futures`, a method of `asyncio` and of `threading.Timer`.
+    "cancel": ("infer/runner/compilation", "serve/", "kernel_check/child"),
     # A label of vLLM's metrics, a field of its events.
     "block_size": ("serve/service/", "serve/distributed/kv_event"),
     # SentencePiece's own name of its tokens.

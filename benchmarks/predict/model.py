@@ -21,6 +21,7 @@ import numpy as np
 from swiftkv_jax.infer.bench.summary import Variant
 from swiftkv_jax.model.cache import bytes_per_token
 from swiftkv_jax.model.config import Config
+from swiftkv_jax.pallas_kernels import AttentionOperands
 from swiftkv_jax.pallas_kernels.hopper import decode, prefill
 from swiftkv_jax.pallas_kernels.tuning import tuning_for
 from swiftkv_jax.plan.cost import decode_flops, prefill_flops
@@ -183,7 +184,9 @@ def _planner(tuning, q, k, table: tuple[int, int]):
     """`decode.plan` for operands of these shapes, compiled as a function of the lengths."""
 
     def run(length):
-        return decode.plan(q, k, length, jnp.zeros(table, jnp.int32), tuning=tuning)
+        page_table = jnp.zeros(table, jnp.int32)
+        operands = AttentionOperands(q, k, k, length=length, page_table=page_table)
+        return decode.plan(operands, tuning=tuning)
 
     return jax.jit(run)
 

@@ -1,5 +1,5 @@
 """Compare the device's attention kernels with the reference: `python -m
-swiftkv_jax.kernel_check.command`.
+swiftkv_jax.cli.check_kernels`.
 
 Every configuration runs in a child process, whatever is known of it from before; this process
 touches no device. The verdicts are kept: engines and training runs read them.
@@ -16,14 +16,14 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .. import cli
 from ..errors import DataError
 
 if TYPE_CHECKING:
     from ..kernel_check import KernelCheck, KernelConfig
-    from ..kernel_check.verdicts import DeviceVersion, Verdict
+    from ..kernel_check.verdicts import DeviceVersion, Verdicts
 
 
 def main(argv: Sequence[str] | None = None, check: KernelCheck | None = None) -> int:
@@ -53,8 +53,7 @@ def main(argv: Sequence[str] | None = None, check: KernelCheck | None = None) ->
 
 def _run(args: argparse.Namespace, check: KernelCheck | None) -> int:
     from ..kernel_check import KernelCheck, configurations
-    from ..kernel_check.processes import check_in_children
-    from ..kernel_check.verdicts import VerdictFile
+    from ..kernel_check.verdicts import as_entries
     from ..process.files import check_absent, write_json
 
     check = check or KernelCheck()
@@ -67,42 +66,57 @@ def _run(args: argparse.Namespace, check: KernelCheck | None) -> int:
         config = open_any(local_path(args.model, args.revision)).config
     device = _device(check)
     kernels = device.implementation
-    if reason := device.refused_reason:
-        print(f"without the hopper kernels: hopper {reason}")
-    found: dict[KernelConfig, Verdict] = {}
+    found: Verdicts = {}
+    if device.refused_reason:
+        print(f"without the hopper kernels: hopper {device.refused_reason}")
     if kernels is None:
         print(f"no device kernels for {_name(device)}: attention runs through XLA")
+    elif config is None:
+        found = _check(configurations.standard_configs(kernels), device, kernels, check)
     else:
-        if config is None:
-            configs = configurations.standard_configs(kernels)
-        else:
-            configs = configurations.model_configs(config, kernels)
-        print(
-            f"{kernels} kernels on {_name(device)}, {len(configs)} configurations, at most "
-            f"{check.timeout:g} s each\n{_row('kernel', 'seconds', 'verdict')}",
-            flush=True,
-        )
-        file = VerdictFile(check.folder, device, kernels)
-        for one, verdict in check_in_children(
-            configs, kernels, device, command=check.command, timeout=check.timeout
-        ):
-            file.add({one: verdict})
-            found[one] = verdict
-            print(_row(f"{kernels}.{one}", f"{verdict.seconds:.1f}", _text(verdict)), flush=True)
-        outcomes = [verdict.outcome for verdict in found.values()]
-        right, unsupported = (outcomes.count(name) for name in ("right", "unsupported"))
-        print(
-            f"of {len(found)}: {right} right, {unsupported} not for this device, "
-            f"{len(found) - right - unsupported} cannot be used"
-        )
+        found = _check(configurations.model_configs(config, kernels), device, kernels, check)
     if args.json is not None:
-        write_json(args.json, _document(device, kernels, found))
+        document = {"device": dataclasses.asdict(device), "implementation": kernels}
+        write_json(args.json, document | {"checks": as_entries(found)})
     return cli.OK if all(verdict.usable for verdict in found.values()) else cli.ERROR
+
+
+def _check(
+    configs: Sequence[KernelConfig], device: DeviceVersion, kernels: str, check: KernelCheck
+) -> Verdicts:
+    """Run the configurations that the kernels take, and print the table of all."""
+    from ..kernel_check.comparison import unsupported_reason
+    from ..kernel_check.running import check_in_children
+    from ..kernel_check.verdicts import HEADER, Verdict, VerdictFile, table_row
+
+    print(
+        f"{kernels} kernels on {_name(device)}, {len(configs)} configurations, at most "
+        f"{check.timeout:g} s each\n{HEADER.format('kernel', 'seconds', 'verdict')}",
+        flush=True,
+    )
+    reasons = {config: unsupported_reason(device, kernels, config) for config in configs}
+    found = {config: Verdict("unsupported", reason) for config, reason in reasons.items() if reason}
+    for config, verdict in found.items():
+        print(table_row(kernels, config, verdict), flush=True)
+    found |= check_in_children(
+        [config for config in configs if config not in found],
+        VerdictFile.in_folder(check.folder, device, kernels),
+        command=check.command,
+        timeout=check.timeout,
+        every=True,
+    )
+    outcomes = [verdict.outcome for verdict in found.values()]
+    right, unsupported = (outcomes.count(name) for name in ("right", "unsupported"))
+    print(
+        f"of {len(found)}: {right} right, {unsupported} not for this device, "
+        f"{len(found) - right - unsupported} cannot be used"
+    )
+    return found
 
 
 def _device(check: KernelCheck) -> DeviceVersion:
     """The device, as a child process finds it."""
-    from ..kernel_check.processes import describe_device
+    from ..kernel_check.running import describe_device
     from ..kernel_check.verdicts import DeviceVersion
 
     if check.device is not None:
@@ -116,28 +130,6 @@ def _device(check: KernelCheck) -> DeviceVersion:
 def _name(device: DeviceVersion) -> str:
     kind = device.device_kind
     return kind if kind == device.platform else f"{kind} ({device.platform})"
-
-
-def _row(kernel: str, seconds: str, verdict: str) -> str:
-    return f"{kernel:88}{seconds:>7}  {verdict}".rstrip()
-
-
-def _text(verdict: Verdict) -> str:
-    if verdict.outcome == "unsupported":
-        return f"not for this device: {verdict.detail}"
-    if verdict.outcome == "right":
-        return f"right, within {verdict.difference:.2g}"
-    return str(verdict)
-
-
-def _document(
-    device: DeviceVersion, kernels: str | None, found: dict[KernelConfig, Verdict]
-) -> dict[str, Any]:
-    checks = [
-        {"configuration": dataclasses.asdict(config), "verdict": dataclasses.asdict(verdict)}
-        for config, verdict in found.items()
-    ]
-    return {"device": dataclasses.asdict(device), "implementation": kernels, "checks": checks}
 
 
 if __name__ == "__main__":

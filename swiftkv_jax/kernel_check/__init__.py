@@ -18,14 +18,9 @@ from typing import Any
 from ..pallas_kernels import Implementation
 from ..pallas_kernels.device import device_kernels, hopper_refused_reason
 from ..process.distributed import any_process
-from .configurations import (
-    KernelConfig,
-    forward_configs,
-    needed_from,
-    serving_configs,
-    training_configs,
-)
-from .processes import CHILD, TIMEOUT, after_the_end, check_in_children, check_in_process
+from .comparison import unsupported_reason
+from .configurations import KernelConfig, forward_configs, serving_configs, training_configs
+from .running import CHILD, TIMEOUT, after_the_end, check_in_children, check_in_process
 from .verdicts import DEFAULT_FOLDER, DeviceVersion, Verdict, VerdictFile
 
 __all__ = [
@@ -74,57 +69,54 @@ def checked_implementation(
     kernels = device_kernels(device.platform, device.device_kind)
     if implementation is not None or kernels is None:
         return implementation
-    if reason := hopper_refused_reason(device.platform, device.device_kind):
+    refused = hopper_refused_reason(device.platform, device.device_kind)
+    if refused:
         _warn(
             f"attention on {device.device_kind} runs without the hopper kernels, more slowly: "
-            f"hopper {reason}"
+            f"hopper {refused}"
         )
-    configs = needed_from(kernels, configs)
     failed = _first_failed(kernels, configs, device, check)
     if failed is not None:
         by_name = f"; `attention`={kernels} uses the kernels all the same"
+        if kernels == "cudnn":  # which does not decode from pages: by name it cannot serve
+            by_name = ""
         _warn(
             f"all attention runs through XLA, more slowly, and not through the {kernels} kernels: "
             f"on {device.device_kind}, {failed[0]}: {failed[1]}. `swiftkv check-kernels` checks "
-            f"all of them again, its --json FILE is what to send with a report"
-            # cuDNN does not decode from pages: by name it cannot serve.
-            f"{'' if kernels == 'cudnn' else by_name}"
+            f"all of them again, its --json FILE is what to send with a report{by_name}"
         )
-    if any_process(failed is not None):
-        if failed is None:
-            _warn(
-                f"all attention runs through XLA, more slowly, and not through the {kernels} "
-                f"kernels: another process has not found them right"
-            )
-        return "xla"
-    return None
+    if not any_process(failed is not None):
+        return None
+    if failed is None:
+        _warn(
+            f"all attention runs through XLA, more slowly, and not through the {kernels} "
+            f"kernels: another process has not found them right"
+        )
+    return "xla"
 
 
 def _first_failed(
     kernels: str, configs: Sequence[KernelConfig], device: Any, check: KernelCheck
 ) -> tuple[KernelConfig, Verdict] | None:
-    """The first configuration that cannot be used, and its verdict."""
-    version, start = DeviceVersion.of(device), time.monotonic()
-    file = VerdictFile(check.folder, version, kernels)
+    """The first configuration that the kernels would run and cannot, and its verdict."""
+    start = time.monotonic()
+    file = VerdictFile.in_folder(check.folder, DeviceVersion.of(device), kernels)
     kept = {config: after_the_end(verdict) for config, verdict in file.read().items()}
     missing = []
     for config in configs:
         verdict = kept.get(config)
-        if verdict is None:
-            missing.append(config)
-        elif not verdict.usable:
+        if verdict is not None and not verdict.usable:
             return config, verdict
+        if verdict is None and unsupported_reason(device, kernels, config) is None:
+            missing.append(config)
     if not missing:
         return None
     # One process alone can hold a TPU, and this one does.
     if device.platform == "tpu":
-        verdicts = check_in_process(missing, kernels, device, file, timeout=check.timeout)
+        verdicts = check_in_process(missing, device, file, timeout=check.timeout)
     else:
-        verdicts = check_in_children(
-            missing, kernels, version, command=check.command, timeout=check.timeout
-        )
-    for config, verdict in verdicts:
-        file.add({config: verdict})
+        verdicts = check_in_children(missing, file, command=check.command, timeout=check.timeout)
+    for config, verdict in verdicts.items():
         if not verdict.usable:
             return config, verdict
     logger.info(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -99,19 +98,6 @@ def serving_configs(
     ] + _experts(config, dtype)
 
 
-def needed_from(implementation: str, configs: Iterable[KernelConfig]) -> list[KernelConfig]:
-    """Those of `configs` that `implementation` may be chosen for: cuDNN is not for decode, nor for
-    packed rows, windows or parts; only Hopper has a kernel for experts."""
-    configs = [one for one in configs if one.op != "experts" or implementation == "hopper"]
-    if implementation != "cudnn":
-        return configs
-    return [
-        one
-        for one in configs
-        if one.op != "decode" and not (one.packed or one.windowed or one.parts)
-    ]
-
-
 def model_configs(config: Config, implementation: str) -> list[KernelConfig]:
     """What a model needs on one device: serving with every cache format, and training."""
     dtype = DTYPES[implementation][0]
@@ -120,7 +106,7 @@ def model_configs(config: Config, implementation: str) -> list[KernelConfig]:
         for cache_dtype in (dtype, *EIGHT_BITS)
         for one in serving_configs(config, dtype, cache_dtype, PAGE_SIZE)
     ]
-    return needed_from(implementation, serving + training_configs(config, dtype))
+    return serving + training_configs(config, dtype)
 
 
 def training_configs(config: Config, dtype: Any, mesh: Mesh | None = None) -> list[KernelConfig]:
@@ -168,7 +154,7 @@ def standard_configs(implementation: str) -> list[KernelConfig]:
         for op, cache in itertools.product(("prefill", "decode"), (dtype, *EIGHT_BITS))
     ]
     experts = [KernelConfig("experts", 0, 0, dtype, dtype, embed_dim=2048, mlp_dim=768)]
-    return needed_from(implementation, serving + rows + second + windows + parts + experts)
+    return serving + rows + second + windows + parts + experts
 
 
 def _packed_rows(ops, config: Config, dtype, mesh) -> list[KernelConfig]:

@@ -8,6 +8,8 @@ import hashlib
 import importlib.metadata
 import json
 import logging
+import os
+import socket
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -22,7 +24,8 @@ DEFAULT_FOLDER = "~/.cache/swiftkv-jax/kernel-checks"
 Outcome = Literal[
     "right", "wrong", "crashed", "hung", "failed", "unsupported", "unchecked", "begun"
 ]
-KEPT = ("right", "wrong", "crashed", "hung", "failed", "unsupported", "begun")
+HEADER = "{:88}{:>7}  {}"
+"""A row of the table: kernel, seconds, verdict."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,34 +91,72 @@ class Verdict:
         """Whether the kernel may run; where it is unsupported, it does not."""
         return self.outcome in ("right", "unsupported")
 
+    @classmethod
+    def begun(cls) -> Self:
+        """That of a configuration which this process runs."""
+        return cls("begun", process=(socket.gethostname(), os.getpid()))
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        """Raises `ValueError` or `TypeError` for what is none."""
+        if fields["outcome"] not in get_args(Outcome):
+            raise ValueError(f"outcome {fields['outcome']!r}")
+        process: Any = fields["process"]
+        if process is not None:
+            process = tuple(process)
+        return cls(**{**fields, "process": process})
+
+    @property
+    def text(self) -> str:
+        """For the table."""
+        if self.outcome == "unsupported":
+            return f"not for this device: {self.detail}"
+        if self.outcome == "right":
+            return f"right, within {self.difference:.2g}"
+        return str(self)
+
     def __str__(self) -> str:
         return f"{self.outcome}, {self.detail}" if self.detail else self.outcome
 
 
+type Verdicts = dict[KernelConfig, Verdict]
+
+
+@dataclasses.dataclass(frozen=True)
 class VerdictFile:
-    """The verdicts of one `DeviceVersion` on disk. Another version has another file.
+    """The verdicts on the kernels of one `DeviceVersion` on disk. Another version has another
+    file."""
 
-    Where the folder cannot be used, verdicts are kept nowhere, and the log says so.
-    """
+    path: Path | None
+    """None keeps nothing."""
+    device: DeviceVersion
+    implementation: str
 
-    def __init__(self, folder: str | Path, device: DeviceVersion, implementation: str):
-        self._header = dataclasses.asdict(device) | {"implementation": implementation}
-        text = json.dumps(self._header, sort_keys=True).encode()
-        self.path: Path | None = None
+    @classmethod
+    def in_folder(cls, folder: str | Path, device: DeviceVersion, implementation: str) -> Self:
+        """The file in `folder`. Where that cannot be used, verdicts are kept nowhere, and the log
+        says so."""
+        fields = dataclasses.asdict(device) | {"implementation": implementation}
+        digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
         try:
-            folder = private_directory("kernel_checks", folder)
-            self.path = folder / f"{implementation}-{hashlib.sha256(text).hexdigest()[:16]}.json"
+            path = private_directory("kernel_checks", folder) / f"{implementation}-{digest}.json"
         except (OSError, UsageError) as error:
             logger.info("verdicts on kernels are not kept: %s", error)
+            path = None
+        return cls(path, device, implementation)
 
-    def read(self) -> dict[KernelConfig, Verdict]:
+    @property
+    def _header(self) -> dict[str, Any]:
+        return dataclasses.asdict(self.device) | {"implementation": self.implementation}
+
+    def read(self) -> Verdicts:
         """What is kept; nothing if the file is absent, damaged, or of another device."""
         try:
             document = json.loads(self.path.read_text("utf-8")) if self.path else {}
             if not document or document["device"] != self._header:
                 return {}
             return {
-                KernelConfig(**entry["configuration"]): _verdict(entry["verdict"])
+                KernelConfig(**entry["configuration"]): Verdict.from_json(entry["verdict"])
                 for entry in document["verdicts"]
             }
         except FileNotFoundError:
@@ -124,37 +165,30 @@ class VerdictFile:
             logger.info("%s: not used, kernels are checked again: %s", self.path, error)
             return {}
 
-    def add(self, new: dict[KernelConfig, Verdict]) -> None:
+    def add(self, new: Verdicts) -> None:
         """Keep these too, in the place of older ones; those that say nothing about the kernel
         remove what was kept."""
         if self.path is None:
             return
         verdicts = {**self.read(), **new}
-        document = {
-            "device": self._header,
-            "verdicts": [
-                {
-                    "configuration": dataclasses.asdict(config),
-                    "verdict": dataclasses.asdict(verdict),
-                }
-                for config, verdict in sorted(verdicts.items(), key=lambda item: str(item[0]))
-                if verdict.outcome in KEPT
-            ],
-        }
+        kept = {config: one for config, one in verdicts.items() if one.outcome != "unchecked"}
         try:
-            write_json(self.path, document)
+            write_json(self.path, {"device": self._header, "verdicts": as_entries(kept)})
         except OSError as error:
             logger.info("verdicts on kernels are not kept: %s", error)
 
 
-def _verdict(fields: dict[str, Any]) -> Verdict:
-    """Raises `ValueError` or `TypeError` for what is none."""
-    if fields["outcome"] not in get_args(Outcome):
-        raise ValueError(f"outcome {fields['outcome']!r}")
-    if (process := fields["process"]) is not None:
-        host, number = process
-        fields = fields | {"process": (host, number)}
-    return Verdict(**fields)
+def as_entries(verdicts: Verdicts) -> list[dict[str, Any]]:
+    """Verdicts as JSON has them."""
+    return [
+        {"configuration": dataclasses.asdict(config), "verdict": dataclasses.asdict(verdict)}
+        for config, verdict in verdicts.items()
+    ]
+
+
+def table_row(kernels: str, config: KernelConfig, verdict: Verdict) -> str:
+    """The row of `swiftkv check-kernels` for a configuration."""
+    return HEADER.format(f"{kernels}.{config}", f"{verdict.seconds:.1f}", verdict.text)
 
 
 @functools.cache

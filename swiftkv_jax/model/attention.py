@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Num
 
 from .. import pallas_kernels
-from ..pallas_kernels import ATTENTION_OUTPUT, DecodePlan, Implementation
+from ..pallas_kernels import ATTENTION_OUTPUT, AttentionOperands, DecodePlan, Implementation
 from .mesh import MODEL, dp_size, row_axes
 
 __all__ = ["ATTENTION_OUTPUT", "DEFAULT", "Attention", "merge_attention"]
@@ -72,15 +72,13 @@ class Attention:
         }
         if self.mesh is None:
             return op(q, k, v, q_offset=q_offset, window=window, **options)
-        q, k, v, q_offset, lengths, segment_ids, k_scale, v_scale, page_table, kv_lengths = (
-            pallas_kernels.check_prefill(q, k, v, q_offset=q_offset, **options)
-        )
-        kv = {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
+        operands = pallas_kernels.check_prefill(q, k, v, q_offset=q_offset, **options)
+        q_offset = operands.q_offset
         rows: dict[str, Any] = {
-            "lengths": lengths,
-            "segment_ids": segment_ids,
-            "page_table": page_table,
-            "kv_lengths": kv_lengths,
+            "lengths": operands.lengths,
+            "segment_ids": operands.segment_ids,
+            "page_table": operands.page_table,
+            "kv_lengths": operands.kv_lengths,
         }
         # Only a static offset tells the kernels that rows start where their keys start.
         if isinstance(q_offset, int):
@@ -91,7 +89,7 @@ class Attention:
             rows["window"] = window
         else:
             op = functools.partial(op, window=window)
-        return self._per_device(self.mesh, op, q, kv, rows, return_lse=return_lse)
+        return self._per_device(self.mesh, op, operands, rows, return_lse=return_lse)
 
     def decode(
         self,
@@ -124,12 +122,9 @@ class Attention:
         scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
         if self.mesh is None:
             return op(q, k, v, length, **scales, page_table=page_table, plan=plan)
-        q, k, v, length, k_scale, v_scale, page_table = pallas_kernels.check_decode(
-            q, k, v, length, **scales, page_table=page_table
-        )
-        kv = {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
-        rows = {"length": length, "page_table": page_table, "plan": plan}
-        return self._per_device(self.mesh, op, q, kv, rows, return_lse=return_lse)
+        operands = pallas_kernels.check_decode(q, k, v, length, **scales, page_table=page_table)
+        rows = {"length": operands.length, "page_table": operands.page_table, "plan": plan}
+        return self._per_device(self.mesh, op, operands, rows, return_lse=return_lse)
 
     def plan_decode(
         self,
@@ -182,15 +177,15 @@ class Attention:
             return op(local_q, local_k, jax.ShapeDtypeStruct(local_table, page_table.dtype))
 
     @staticmethod
-    def _per_device(mesh, op, q, kv, per_row, *, return_lse: bool):
-        """`op` on each device's shard. Arrays of `kv` are B K ..., or X K ... for a pool; those of
-        `per_row` are trees of B ... or scalars. `op` returns B T N H, with `return_lse` and B T
-        N."""
+    def _per_device(mesh, op, operands: AttentionOperands, per_row, *, return_lse: bool):
+        """`op` on each device's shard of the queries, keys and values of `operands`, and of
+        `per_row`: trees of B ... or scalars. `op` returns B T N H, with `return_lse` and B T N."""
+        kv = {name: getattr(operands, name) for name in ("k", "v", "k_scale", "v_scale")}
         kv, per_row = (
             {name: value for name, value in arrays.items() if value is not None}
             for arrays in (kv, per_row)
         )
-        split = _Split.of(mesh, q, kv["k"], per_row.get("page_table"))
+        split = _Split.of(mesh, operands.q, operands.k, operands.page_table)
 
         def local(q, kv, per_row):
             # A kernel takes whole arrays: each call copies the one head's keys and values.
@@ -209,7 +204,7 @@ class Attention:
             in_specs=(q_spec, kv_spec, row_specs),
             out_specs=(q_spec, q_spec) if return_lse else q_spec,
             check_vma=False,
-        )(q, kv, per_row)
+        )(operands.q, kv, per_row)
 
 
 DEFAULT = Attention()

@@ -1,9 +1,9 @@
 """Attention, as two ops: `prefill_attention` and `decode_attention`. The model calls them through
 `swiftkv_jax.model.attention` and in no other way.
 
-Reading order: `reference` (the formula), `checks` and `ops` (arguments, choice), then one
-implementation: `xla` runs everywhere, `hopper` and `tpu` are device kernels, `cudnn` is a library,
-for prefill on other GPUs.
+Reading order: `reference` (the formula), `operands` (what an op is given), `checks`, `choice` and
+`ops`, then one implementation: `xla` runs everywhere, `hopper` and `tpu` are device kernels,
+`cudnn` is a library, for prefill on other GPUs.
 
 Importing this imports neither JAX nor a kernel until one of the functions is used: the commands
 list the implementations in their help.
@@ -18,18 +18,24 @@ if TYPE_CHECKING:
     from typing import Any
 
     from .checks import check_decode, check_prefill
+    from .choice import Choice, choose
     from .decode_plan import DecodePlan
+    from .gradients import ATTENTION_OUTPUT
+    from .operands import AttentionOperands, AttentionSpec
     from .ops import decode_attention, plan_decode, prefill_attention, widens_pool
-    from .remat import ATTENTION_OUTPUT
 
 Implementation = Literal["xla", "hopper", "tpu", "cudnn"]
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 
 _MODULES = {
-    "ATTENTION_OUTPUT": "remat",
+    "ATTENTION_OUTPUT": "gradients",
+    "AttentionOperands": "operands",
+    "AttentionSpec": "operands",
+    "Choice": "choice",
     "DecodePlan": "decode_plan",
     "check_decode": "checks",
     "check_prefill": "checks",
+    "choose": "choice",
     "decode_attention": "ops",
     "plan_decode": "ops",
     "prefill_attention": "ops",
@@ -40,10 +46,14 @@ _MODULES = {
 __all__ = [
     "IMPLEMENTATIONS",
     "ATTENTION_OUTPUT",
+    "AttentionOperands",
+    "AttentionSpec",
+    "Choice",
     "DecodePlan",
     "Implementation",
     "check_decode",
     "check_prefill",
+    "choose",
     "decode_attention",
     "plan_decode",
     "prefill_attention",

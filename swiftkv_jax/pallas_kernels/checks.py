@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from .operands import AttentionOperands
+
 FLOATS = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
 CACHE_FORMATS = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.int8))
 """Dtypes of keys and values that need scales."""
@@ -29,9 +31,8 @@ def check_prefill(
     v_scale=None,
     page_table=None,
     kv_lengths=None,
-) -> tuple[Any, ...]:
-    """The arguments of `prefill_attention` in this order, as JAX arrays (integers int32); a static
-    `q_offset` as an int."""
+) -> AttentionOperands:
+    """The arguments of `prefill_attention` as JAX arrays; a static `q_offset` as an int."""
     q, k, v, k_scale, v_scale = _operands(q, k, v, k_scale, v_scale)
     page_table, keys = _table(q, k, page_table)
     batch, queries = q.shape[:2]
@@ -75,30 +76,37 @@ def check_prefill(
                 f"segment_ids need as many keys as queries and q_offset=0, got {k.shape=}, "
                 f"{q.shape=}, {q_offset=}"
             )
-    q_offset = q_offset if isinstance(q_offset, int) else _int32(q_offset)
-    return (
+    return AttentionOperands(
         q,
         k,
         v,
-        q_offset,
-        _int32(lengths),
-        _int32(segment_ids),
-        k_scale,
-        v_scale,
-        _int32(page_table),
-        _int32(kv_lengths),
+        q_offset=q_offset if isinstance(q_offset, int) else _int32(q_offset),
+        lengths=_int32(lengths),
+        segment_ids=_int32(segment_ids),
+        k_scale=k_scale,
+        v_scale=v_scale,
+        page_table=_int32(page_table),
+        kv_lengths=_int32(kv_lengths),
     )
 
 
 def check_decode(
     q, k, v, length, *, k_scale=None, v_scale=None, page_table=None
-) -> tuple[Any, ...]:
-    """The arguments of `decode_attention` in this order, as JAX arrays (integers int32)."""
+) -> AttentionOperands:
+    """The arguments of `decode_attention` as JAX arrays."""
     q, k, v, k_scale, v_scale = _operands(q, k, v, k_scale, v_scale)
     page_table, keys = _table(q, k, page_table)
     _check_room(q, keys)
     length = _one_a_row("length", length, q.shape[0], keys, "the cache's positions")
-    return q, k, v, _int32(length), k_scale, v_scale, _int32(page_table)
+    return AttentionOperands(
+        q,
+        k,
+        v,
+        length=_int32(length),
+        k_scale=k_scale,
+        v_scale=v_scale,
+        page_table=_int32(page_table),
+    )
 
 
 def check_restrictions(window, score_cap) -> tuple[Any, float | None]:
@@ -117,11 +125,10 @@ def check_restrictions(window, score_cap) -> tuple[Any, float | None]:
     return window, score_cap
 
 
-def hiding(window, k, page_table, kv_lengths=None):
+def hiding(window, operands: AttentionOperands):
     """`window`, or None for an int that hides none of the positions of a row. With `kv_lengths`
     queries may stand anywhere past these."""
-    positions = k.shape[2] * (1 if page_table is None else page_table.shape[1])
-    positions = positions if kv_lengths is None else LARGEST
+    positions = operands.keys if operands.kv_lengths is None else LARGEST
     return None if isinstance(window, int) and window >= positions else window
 
 

@@ -1,67 +1,54 @@
-"""Which implementation of attention runs: the one that is named, or the device's own kernel."""
+"""The choice of an implementation: the one that is named, or the device's own kernels where they
+take the call."""
 
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Num
 
-from . import IMPLEMENTATIONS, Implementation, cudnn
+from . import IMPLEMENTATIONS, cudnn
 from .device import (
     HEAD_DIMS,
+    Device,
     cuda_runtime_version,
     cuda_unsupported_reason,
     cudnn_version,
-    current_device,
     device_kernels,
     is_hopper,
     is_nvidia,
 )
+from .operands import AttentionSpec
 from .tuning import tuning_for
 
 
-def widens_pool(
-    q: Float[Array, "B T N H"] | jax.ShapeDtypeStruct,
-    k: Num[Array, "X K page H"] | jax.ShapeDtypeStruct,
-    page_table: Int[Array, "B P"] | jax.ShapeDtypeStruct,
-    *,
-    implementation: Implementation | None = None,
-) -> bool:
-    """Whether `prefill_attention` with these operands and options widens the whole pool before it
-    reads pages of it: with keys in 8 bits, on a device kernel. Only shapes and dtypes count."""
-    if k.dtype == q.dtype:
-        return False
-    name = implementation or choose_implementation("prefill", None, q, k, page_table=page_table)
-    return name in ("hopper", "tpu")
+class Choice(NamedTuple):
+    """What runs a call."""
+
+    implementation: str
+    tuning: Any = None
+    """The sizes of a device kernel's blocks."""
+    reason: str | None = None
+    """Why XLA runs although the device has kernels."""
 
 
-def choose_implementation(
-    op: Literal["prefill", "decode"],
-    implementation: str | None,
-    q,
-    k,
+def choose(
+    device: Device,
+    spec: AttentionSpec,
+    implementation: str | None = None,
     *,
-    segment_ids=None,
-    page_table=None,
-    kv_lengths=None,
-    window: Any = None,
-    score_cap: float | None = None,
-    return_lse: bool = False,
     tuning: Any = None,
     backward_tuning: Any = None,
-) -> str:
-    """The implementation to run: the named one, or with None the current device's kernel if it can
-    run these operands, else 'xla'. cuDNN decodes by name only: it takes no pages, and transposes
-    a cache before it reads it.
+) -> Choice:
+    """The implementation that runs such a call on `device`: the named one, or with None the
+    device's kernels if they take it, else 'xla'. cuDNN decodes by name only: it takes no pages, and
+    transposes a cache before it reads it.
 
-    Only the shapes and dtypes of the arrays count, whether `window` is an int or an array, whether
-    there are `kv_lengths` and a `score_cap`, and `return_lse`. Raises `NotImplementedError` if the
-    named implementation cannot run them, `ValueError` for a tuning of another kernel.
+    A program whose kernels have been found wrong names 'xla' (`kernel_check`). Raises
+    `NotImplementedError` if the named implementation does not take the call, `ValueError` for a
+    tuning of another kernel.
     """
-    operands = op, q, k, segment_ids, page_table, kv_lengths, window, score_cap, return_lse
     if implementation not in ("hopper", "tpu"):
         for name, value in (("tuning", tuning), ("backward_tuning", backward_tuning)):
             if value is not None:
@@ -69,21 +56,24 @@ def choose_implementation(
                     f"{name} goes with implementation='hopper' or 'tpu', got {implementation=}"
                 )
     if implementation is None:
-        name = device_kernels(*current_device())
-        if name is None or (name, op) == ("cudnn", "decode"):
-            return "xla"
-        return "xla" if _unsupported_reason(name, *operands) else name
+        name = device_kernels(*device)
+        if name is None:
+            return Choice("xla")
+        if name == "cudnn" and spec.op == "decode":
+            return Choice("xla", reason="decodes by name only")
+        tuning, reason = _accepted(device, spec, name, None)
+        return Choice("xla", reason=reason) if reason else Choice(name, tuning)
     if implementation not in IMPLEMENTATIONS:
         raise NotImplementedError(
             f"{implementation=} is not available; available: "
             f"{', '.join(map(repr, IMPLEMENTATIONS))}"
         )
-    _check_tuning("tuning", tuning, implementation, op)
+    _check_tuning("tuning", tuning, implementation, spec.op)
     _check_tuning("backward_tuning", backward_tuning, implementation, "backward")
-    reason = _unsupported_reason(implementation, *operands, tuning)
+    tuning, reason = _accepted(device, spec, implementation, tuning)
     if reason:
-        raise NotImplementedError(f"{implementation=} {reason}; 'xla' runs {op} everywhere")
-    return implementation
+        raise NotImplementedError(f"{implementation=} {reason}; 'xla' runs {spec.op} everywhere")
+    return Choice(implementation, tuning)
 
 
 def _check_tuning(name: str, tuning: Any, implementation: str, op: str) -> None:
@@ -97,57 +87,65 @@ def _check_tuning(name: str, tuning: Any, implementation: str, op: str) -> None:
         )
 
 
-def _unsupported_reason(
-    name: str,
-    op: str,
-    q,
-    k,
-    segment_ids,
-    page_table,
-    kv_lengths,
-    window,
-    score_cap,
-    return_lse: bool,
-    tuning: Any = None,
-) -> str | None:
-    """Why `name` cannot run `op` on these operands on the current device; None if it can."""
-    if score_cap is not None and name != "xla":
-        return "has no score_cap"
-    if window is not None and name == "cudnn":
-        return "has no window"
-    if kv_lengths is not None and name == "cudnn":
-        return "has no kv_lengths"
-    if return_lse and name == "cudnn":
-        return "has no return_lse"
-    if window is not None and not isinstance(window, int) and name != "xla":
-        return f"takes a window that is an int, got an array: {window!r}"
-    platform, kind = current_device()
-    if name in ("hopper", "tpu"):
-        dtypes = (jnp.bfloat16, jnp.float16) if name == "hopper" else (jnp.bfloat16, jnp.float32)
-        if not (is_hopper(platform, kind) if name == "hopper" else platform == "tpu"):
-            needed = "Hopper GPU" if name == "hopper" else "TPU"
-            return f"needs a {needed}, this is {platform} ({kind})"
-        if name == "hopper" and (reason := cuda_unsupported_reason(cuda_runtime_version())):
-            return reason
-        if q.shape[3] not in HEAD_DIMS:
-            return f"takes head dims {HEAD_DIMS}, got {q.shape=}"
-        if q.dtype not in dtypes:
-            return f"takes {' or '.join(jnp.dtype(dtype).name for dtype in dtypes)}, got {q.dtype=}"
-        if tuning is None:
-            packed = segment_ids is not None
-            try:
-                tuning = find_tuning(name, "prefill.packed" if packed else op, q, k)
-            except NotImplementedError as error:
-                return f"cannot: {error}"
-        # The kernel's module is imported here first, on its own device only.
-        return getattr(kernels_of(name), op).unsupported_reason(q, k, page_table, tuning)
+def _accepted(
+    device: Device, spec: AttentionSpec, name: str, tuning: Any
+) -> tuple[Any, str | None]:
+    """(the tuning that `name` runs with, why it does not take the call or None)."""
+    if name == "xla":
+        return None, None
+    reason = _refused_option(spec, name)
+    if reason:
+        return None, reason
     if name == "cudnn":
-        if not is_nvidia(platform, kind):
-            return f"needs an NVIDIA GPU, this is {platform} ({kind})"
-        wide = is_hopper(platform, kind)  # on older GPUs JAX refuses H > 128
-        return cudnn.unsupported_reason(
-            op, q, k, segment_ids, page_table, wide_heads=wide, version=cudnn_version()
-        )
+        return None, _refused_by_cudnn(device, spec)
+    reason = _refused_by_kernels(device, spec, name)
+    if reason:
+        return None, reason
+    try:
+        tuning = find_tuning(device, name, spec) if tuning is None else tuning
+    except NotImplementedError as error:
+        return None, f"cannot: {error}"
+    # The kernel's module is imported here first, on its own device only.
+    kernel = getattr(kernels_of(name), spec.op)
+    return tuning, kernel.unsupported_reason(spec, tuning)
+
+
+def _refused_option(spec: AttentionSpec, name: str) -> str | None:
+    """Which option of the call `name` does not have."""
+    if spec.score_cap is not None:
+        return "has no score_cap"
+    if name == "cudnn":
+        for option in ("window", "kv_lengths", "return_lse"):
+            if getattr(spec, option):
+                return f"has no {option}"
+    if spec.window == "array":
+        return "takes a window that is an int, got an array"
+    return None
+
+
+def _refused_by_cudnn(device: Device, spec: AttentionSpec) -> str | None:
+    if not is_nvidia(*device):
+        return f"needs an NVIDIA GPU, this is {device}"
+    wide = is_hopper(*device)  # on older GPUs JAX refuses H > 128
+    return cudnn.unsupported_reason(spec, wide_heads=wide, version=cudnn_version())
+
+
+def _refused_by_kernels(device: Device, spec: AttentionSpec, name: str) -> str | None:
+    """Why a device kernel takes no call on this device, or none with such queries."""
+    dtypes = (jnp.bfloat16, jnp.float16) if name == "hopper" else (jnp.bfloat16, jnp.float32)
+    if name == "hopper":
+        if not is_hopper(*device):
+            return f"needs a Hopper GPU, this is {device}"
+        miscompiled = cuda_unsupported_reason(cuda_runtime_version())
+        if miscompiled:
+            return miscompiled
+    elif device.platform != "tpu":
+        return f"needs a TPU, this is {device}"
+    q = spec.q
+    if q.shape[3] not in HEAD_DIMS:
+        return f"takes head dims {HEAD_DIMS}, got {q.shape=}"
+    if q.dtype not in dtypes:
+        return f"takes {' or '.join(jnp.dtype(dtype).name for dtype in dtypes)}, got {q.dtype=}"
     return None
 
 
@@ -161,16 +159,18 @@ def kernels_of(name: str) -> ModuleType:
     return kernels
 
 
-def find_tuning(name: str, op: str, q, k) -> Any:
-    """The table's entry for `op` of device kernel `name`, with these queries and keys.
+def find_tuning(device: Device, name: str, spec: AttentionSpec, *, backward: bool = False) -> Any:
+    """The table's entry of device kernel `name` for such a call, or for its gradient.
 
     Keys that prefill widens count as widened. float16 has the entries of bfloat16: both have 16
     bits.
     """
-    kernel = getattr(kernels_of(name), op.split(".")[0])
-    dtype = k.dtype if op == "decode" else q.dtype
+    op = "backward" if backward else spec.op
+    kernel = getattr(kernels_of(name), op)
+    dtype = spec.k.dtype if op == "decode" else spec.q.dtype
     dtype = jnp.bfloat16 if dtype == jnp.float16 else dtype
-    tuning = tuning_for(kernel.Tuning, f"{name}.{op}", q.shape[3], dtype)
-    if name == "hopper" and op.startswith("prefill"):
-        tuning = kernel.for_heads(tuning, q, k)
+    entry = f"{name}.{op}.packed" if op == "prefill" and spec.packed else f"{name}.{op}"
+    tuning = tuning_for(kernel.Tuning, entry, spec.q.shape[3], dtype, device.kind)
+    if name == "hopper" and op == "prefill":
+        tuning = kernel.for_heads(tuning, spec.q, spec.k)
     return tuning

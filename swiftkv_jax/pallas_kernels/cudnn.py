@@ -32,7 +32,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int
+
+from .operands import AttentionOperands, AttentionSpec
 
 QUERIES = 2048
 """Most queries of a call, an engine's chunk: more calls would gather a context more often. Read and
@@ -50,14 +52,13 @@ type Part = tuple[Float[Array, "1 M N H"], Float[Array, "1 M N"]]
 """Output, and the logarithm of the sum of each query's exponentials in float32."""
 
 
-def unsupported_reason(
-    op: str, q, k, segment_ids: Any, page_table: Any, *, wide_heads: bool, version: int | None
-) -> str | None:
-    """Why cuDNN cannot run these operands; None if it can. `wide_heads`: whether the GPU takes head
+def unsupported_reason(spec: AttentionSpec, *, wide_heads: bool, version: int | None) -> str | None:
+    """Why cuDNN cannot run such a call; None if it can. `wide_heads`: whether the GPU takes head
     dims up to 256, `version`: that of cuDNN, None without it."""
-    if segment_ids is not None:
+    op, q, k = spec.op, spec.q, spec.k
+    if spec.packed:
         return "takes no segment_ids (only a mask of T x S)"
-    if op == "decode" and page_table is not None:
+    if op == "decode" and spec.page_table is not None:
         return "takes no page_table in decode"
     if op == "decode" and q.shape[1] != 1:
         return f"decodes one query a row (T = 1), got {q.shape=}"
@@ -71,14 +72,10 @@ def unsupported_reason(
     return "needs cuDNN, which JAX does not find" if version is None else None
 
 
-def prefill(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    lengths: Int[Array, " B"] | None = None,
-) -> Float[Array, "B T N H"]:
+def prefill(operands: AttentionOperands) -> Float[Array, "B T N H"]:
     """Causal attention of whole rows, differentiable in q, k and v. Queries from `lengths[b]` on
     yield zeros."""
+    q, k, v, lengths = operands.q, operands.k, operands.v, operands.lengths
     queries = q.shape[1]
     # Without an offset no query sees the keys from T on.
     k, v = (x[:, :, :queries].transpose(0, 2, 1, 3) for x in (k, v))
@@ -97,16 +94,11 @@ def prefill(
     return jnp.where((jnp.arange(queries) < lengths[:, None])[:, :, None, None], out, 0)
 
 
-def decode(
-    q: Float[Array, "B 1 N H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    length: Int[Array, " B"],
-) -> Float[Array, "B 1 N H"]:
+def decode(operands: AttentionOperands) -> Float[Array, "B 1 N H"]:
     """Attention of one token a row to the first `length[b]` keys. A row of length 0 yields
     zeros."""
-    length = length.astype(jnp.int32)
-    k, v = (x.transpose(0, 2, 1, 3) for x in (k, v))
+    q, length = operands.q, operands.length.astype(jnp.int32)
+    k, v = (x.transpose(0, 2, 1, 3) for x in (operands.k, operands.v))
     out = jax.nn.dot_product_attention(
         q, k, v, key_value_seq_lengths=length, implementation="cudnn"
     )
@@ -148,23 +140,18 @@ def attend(
 
 
 def chunk(
-    q: Float[Array, "B T N H"],
-    k: Num[Array, "_ K _ H"],
-    v: Num[Array, "_ K _ H"],
-    offset: Int[Array, " B"],
-    lengths: Int[Array, " B"] | None,
-    k_scale: Float[Array, "_ K _"] | None = None,
-    v_scale: Float[Array, "_ K _"] | None = None,
-    page_table: Int[Array, "B P"] | None = None,
+    operands: AttentionOperands,
     *,
     attend: Callable[..., Part] = attend,
     most_queries: int = QUERIES,
     few_queries: int = FEW_QUERIES,
     most_context: int = CONTEXT,
 ) -> Float[Array, "B T N H"]:
-    """Causal attention of rows from `offset[b]` on: the operands of `prefill_attention`. Scaled
-    keys and values are widened as they are gathered."""
-    (batch, queries), page = q.shape[:2], k.shape[2]
+    """Causal attention of rows from `q_offset[b]` on. Scaled keys and values are widened as they
+    are gathered."""
+    q, offset, lengths = operands.q, operands.q_offset, operands.lengths
+    page_table = operands.page_table
+    (batch, queries), page = q.shape[:2], operands.k.shape[2]
     if page_table is None:
         page_table = jnp.arange(batch, dtype=jnp.int32)[:, None]  # a row is one page
     if lengths is None:
@@ -174,7 +161,8 @@ def chunk(
         min(max(count // rows.shape[1], 1), rows.shape[0]) for count in (most_queries, few_queries)
     )
     size, following = _calls(rows.shape[1], page, offset, lengths, table, most)
-    kv, context = ((k, k_scale), (v, v_scale)), min(most_context, table.shape[1] * page)
+    kv = (operands.k, operands.k_scale), (operands.v, operands.v_scale)
+    context = min(most_context, table.shape[1] * page)
 
     def call(count: int, row, out):
         last = row + size[row] - 1  # its table has the pages of all

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -12,14 +12,23 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 """Head dims that the device kernels are built and tested for. XLA takes any."""
 
 
-def current_device() -> tuple[str, str]:
-    """(platform, device kind) of the mesh that tracing happens under, or else of the default
-    device.
+class Device(NamedTuple):
+    """A kind of device, as JAX names it."""
+
+    platform: str
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.platform} ({self.kind})"
+
+
+def current_device() -> Device:
+    """The device of the mesh that tracing happens under, or else the default device.
 
     The devices of the mesh need not exist, as when compiling ahead of time for a described machine.
     """
     device = _current_device()
-    return device.platform, device.device_kind
+    return Device(device.platform, device.device_kind)
 
 
 def num_multiprocessors() -> int:

@@ -7,6 +7,7 @@ H` as the projection leaves them, keys and values head-major `B K S H` as the ca
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -15,22 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
-from . import cudnn, xla
+from . import Implementation, cudnn, xla
 from .checks import check_decode, check_prefill, check_restrictions, hiding
-from .choice import Implementation, choose_implementation, find_tuning, kernels_of, widens_pool
+from .choice import choose, find_tuning, kernels_of
 from .decode_plan import DecodePlan
-from .no_gradient import LOG_SUMS, SCALED_OR_PAGED, without_gradient
-from .remat import checkpoint_names
+from .device import current_device
+from .gradients import LOG_SUMS, SCALED_OR_PAGED, checkpoint_names
+from .operands import AttentionOperands, AttentionSpec
 
-__all__ = [
-    "Implementation",
-    "choose_implementation",
-    "decode_attention",
-    "find_tuning",
-    "plan_decode",
-    "prefill_attention",
-    "widens_pool",
-]
+__all__ = ["decode_attention", "plan_decode", "prefill_attention", "widens_pool"]
 
 
 def prefill_attention(
@@ -102,69 +96,47 @@ def prefill_attention(
     both lengths are checked where they are known, that is outside of `jax.jit`.
     """
     window, score_cap = check_restrictions(window, score_cap)
-    q, k, v, q_offset, lengths, segment_ids, k_scale, v_scale, page_table, kv_lengths = (
-        check_prefill(
-            q,
-            k,
-            v,
-            q_offset=q_offset,
-            lengths=lengths,
-            segment_ids=segment_ids,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            page_table=page_table,
-            kv_lengths=kv_lengths,
-        )
-    )
-    batch, queries, keys = *q.shape[:2], k.shape[2]
-    window = hiding(window, k, page_table, kv_lengths)
-    starts_at_zero = isinstance(q_offset, int) and q_offset == 0
-    name = choose_implementation(
-        "prefill",
-        implementation,
+    operands = check_prefill(
         q,
         k,
+        v,
+        q_offset=q_offset,
+        lengths=lengths,
         segment_ids=segment_ids,
+        k_scale=k_scale,
+        v_scale=v_scale,
         page_table=page_table,
         kv_lengths=kv_lengths,
-        window=window,
-        score_cap=score_cap,
-        return_lse=return_lse,
-        tuning=tuning,
-        backward_tuning=backward_tuning,
     )
-    offset = jnp.broadcast_to(jnp.asarray(q_offset, jnp.int32), (batch,))
-    if k_scale is not None or page_table is not None:
-        q, k, v, k_scale, v_scale = without_gradient(SCALED_OR_PAGED, (q, k, v, k_scale, v_scale))
-    if return_lse:
-        q, k, v = without_gradient(LOG_SUMS, (q, k, v))
+    window = hiding(window, operands)
+    options: dict[str, Any] = {"score_cap": score_cap, "return_lse": return_lse}
+    spec = AttentionSpec.of("prefill", operands, window, **options)
+    tunings = {"tuning": tuning, "backward_tuning": backward_tuning}
+    name, tuning, _ = choose(current_device(), spec, implementation, **tunings)
+    starts_at_zero = isinstance(operands.q_offset, int) and operands.q_offset == 0
+    offset = jnp.asarray(operands.q_offset, jnp.int32)
+    offset = jnp.broadcast_to(offset, spec.q.shape[:1])
+    operands = dataclasses.replace(operands, q_offset=offset)
+    operands = _refuse_gradients(operands, return_lse)
     if name == "xla":
-        return xla.prefill(
-            *(q, k, v, offset, lengths, segment_ids, k_scale, v_scale, page_table, kv_lengths),
-            window=window,
-            score_cap=score_cap,
-            return_lse=return_lse,
-        )
-    if name == "cudnn" and (page_table is not None or not starts_at_zero):
-        q, k, v = without_gradient(
-            "implementation='cudnn' has no gradient with q_offset; 'xla' has", (q, k, v)
-        )
-        return cudnn.chunk(q, k, v, offset, lengths, k_scale, v_scale, page_table)
-    k, v = _widened(q, k, k_scale), _widened(q, v, v_scale)
+        return xla.prefill(operands, window=window, **options)
     if name == "cudnn":
-        return cudnn.prefill(q, k, v, lengths)
+        if starts_at_zero and page_table is None:
+            return cudnn.prefill(operands.widened())
+        message = "implementation='cudnn' has no gradient with q_offset; 'xla' has"
+        return cudnn.chunk(operands.without_gradient(message))
+    operands = operands.widened()
     plain = page_table is None and kv_lengths is None and not return_lse
-    if starts_at_zero and keys == queries and lengths is None and plain:
-        return _whole_rows(name, tuning, backward_tuning, window, q, k, v, segment_ids)
-    q, k, v = without_gradient(
+    if starts_at_zero and operands.keys == spec.q.shape[1] and lengths is None and plain:
+        arrays = operands.q, operands.k, operands.v, operands.segment_ids
+        return _whole_rows(name, tuning, backward_tuning, window, *arrays)
+    operands = operands.without_gradient(
         f"implementation={name!r} has no gradient with q_offset, lengths, kv_lengths or S != T; "
-        f"'xla' has",
-        (q, k, v),
+        f"'xla' has"
     )
-    # The device kernels read no offsets that are known.
-    offset = None if starts_at_zero else offset
-    operands = q, k, v, offset, lengths, segment_ids, page_table, kv_lengths
-    out, lse = _forward(name, tuning, window, *operands, save_lse=return_lse)
+    if starts_at_zero:  # the device kernels read no offsets that are known
+        operands = dataclasses.replace(operands, q_offset=None)
+    out, lse = _forward(name, tuning, window, operands, save_lse=return_lse)
     if not return_lse:
         return out
     # For the gradient they are +inf where a query sees nothing.
@@ -212,44 +184,24 @@ def decode_attention(
     nor on the device kernels. Raises as `prefill_attention` does.
     """
     window, score_cap = check_restrictions(window, score_cap)
-    q, k, v, length, k_scale, v_scale, page_table = check_decode(
+    operands = check_decode(
         q, k, v, length, k_scale=k_scale, v_scale=v_scale, page_table=page_table
     )
-    window = hiding(window, k, page_table)
-    name = choose_implementation(
-        "decode",
-        implementation,
-        q,
-        k,
-        page_table=page_table,
-        window=window,
-        score_cap=score_cap,
-        return_lse=return_lse,
-        tuning=tuning,
-    )
-    if k_scale is not None or page_table is not None:
-        q, k, v, k_scale, v_scale = without_gradient(SCALED_OR_PAGED, (q, k, v, k_scale, v_scale))
-    if return_lse:
-        q, k, v = without_gradient(LOG_SUMS, (q, k, v))
+    window = hiding(window, operands)
+    options: dict[str, Any] = {"score_cap": score_cap, "return_lse": return_lse}
+    spec = AttentionSpec.of("decode", operands, window, **options)
+    name, tuning, _ = choose(current_device(), spec, implementation, tuning=tuning)
+    operands = _refuse_gradients(operands, return_lse)
     if name == "xla":
-        return xla.decode(
-            *(q, k, v, length, k_scale, v_scale, page_table),
-            window=window,
-            score_cap=score_cap,
-            return_lse=return_lse,
-        )
+        return xla.decode(operands, window=window, **options)
     if name == "cudnn":
-        return cudnn.decode(q, k, v, length)
-    q, k, v = without_gradient(
-        f"implementation={name!r} has no gradient of decode_attention; 'xla' has", (q, k, v)
+        return cudnn.decode(operands)
+    operands = operands.without_gradient(
+        f"implementation={name!r} has no gradient of decode_attention; 'xla' has"
     )
-    kernel = kernels_of(name).decode
-    tuning = find_tuning(name, "decode", q, k) if tuning is None else tuning
-    operands = q, k, v, length, k_scale, v_scale, page_table
-    if name == "hopper":
-        operands += (plan,)
     static: dict[str, Any] = {"window": window, "return_lse": return_lse}
-    out, lse = _jitted(kernel.attention, tuning, **static)(*operands)
+    attend = _jitted(kernels_of(name).decode.attention, tuning, **static)
+    out, lse = attend(operands, plan) if name == "hopper" else attend(operands)
     return (out, lse) if return_lse else out
 
 
@@ -272,22 +224,39 @@ def plan_decode(
     does.
     """
     window, score_cap = check_restrictions(window, score_cap)
-    window = hiding(window, k, page_table)
-    name = choose_implementation(
-        "decode",
-        implementation,
-        q,
-        k,
-        page_table=page_table,
-        window=window,
-        score_cap=score_cap,
-        tuning=tuning,
-    )
+    length = jnp.asarray(length, jnp.int32)
+    operands = AttentionOperands(q, k, k, length=length, page_table=page_table)
+    window = hiding(window, operands)
+    spec = AttentionSpec.of("decode", operands, window, score_cap=score_cap)
+    name, tuning, _ = choose(current_device(), spec, implementation, tuning=tuning)
     if name != "hopper":
         return None
-    tuning = find_tuning(name, "decode", q, k) if tuning is None else tuning
-    length = jnp.asarray(length, jnp.int32)
-    return kernels_of(name).decode.plan(q, k, length, page_table, tuning=tuning, window=window)
+    return kernels_of(name).decode.plan(operands, tuning=tuning, window=window)
+
+
+def widens_pool(
+    q: Float[Array, "B T N H"] | jax.ShapeDtypeStruct,
+    k: Num[Array, "X K page H"] | jax.ShapeDtypeStruct,
+    page_table: Int[Array, "B P"] | jax.ShapeDtypeStruct,
+    *,
+    implementation: Implementation | None = None,
+) -> bool:
+    """Whether `prefill_attention` with these operands and options widens the whole pool before it
+    reads pages of it: with keys in 8 bits, on a device kernel. Only shapes and dtypes count."""
+    if k.dtype == q.dtype:
+        return False
+    if implementation is None:
+        spec = AttentionSpec.of("prefill", AttentionOperands(q, k, k, page_table=page_table))
+        return choose(current_device(), spec).implementation in ("hopper", "tpu")
+    return implementation in ("hopper", "tpu")
+
+
+def _refuse_gradients(operands: AttentionOperands, return_lse: bool) -> AttentionOperands:
+    """The same operands, without the gradients that no implementation has."""
+    if operands.k_scale is not None or operands.page_table is not None:
+        names = ("q", "k", "v", "k_scale", "v_scale")
+        operands = operands.without_gradient(SCALED_OR_PAGED, names)
+    return operands.without_gradient(LOG_SUMS) if return_lse else operands
 
 
 # Device kernels ---------------------------------------------------------------
@@ -300,50 +269,30 @@ def _jitted(kernel, tuning, **options):
     return jax.jit(functools.partial(kernel, tuning=tuning, **options))
 
 
-def _forward(
-    name: str,
-    tuning,
-    window,
-    q,
-    k,
-    v,
-    offset,
-    lengths,
-    segment_ids,
-    page_table=None,
-    kv_lengths=None,
-    *,
-    save_lse=False,
-):
-    if tuning is None:
-        tuning = find_tuning(name, "prefill" if segment_ids is None else "prefill.packed", q, k)
+def _forward(name: str, tuning, window, operands: AttentionOperands, *, save_lse: bool = False):
     attention = kernels_of(name).prefill.attention
-    return _jitted(attention, tuning, window=window, save_lse=save_lse)(
-        q, k, v, offset, lengths, segment_ids, page_table, kv_lengths
-    )
+    return _jitted(attention, tuning, window=window, save_lse=save_lse)(operands)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _whole_rows(name: str, tuning, backward_tuning, window, q, k, v, segment_ids):
-    return _forward(name, tuning, window, q, k, v, None, None, segment_ids)[0]
+    operands = AttentionOperands(q, k, v, segment_ids=segment_ids)
+    return _forward(name, tuning, window, operands)[0]
 
 
 def _whole_rows_forward(name, tuning, backward_tuning, window, q, k, v, segment_ids):
-    out, lse = _forward(name, tuning, window, q, k, v, None, None, segment_ids, save_lse=True)
+    operands = AttentionOperands(q, k, v, segment_ids=segment_ids)
+    out, lse = _forward(name, tuning, window, operands, save_lse=True)
     q, out, lse = checkpoint_names(q, out, lse)
     return out, (q, k, v, segment_ids, out, lse)
 
 
 def _whole_rows_backward(name, tuning, backward_tuning, window, residuals, d_out):
     if backward_tuning is None:
-        backward_tuning = find_tuning(name, "backward", *residuals[:2])
+        spec = AttentionSpec.of("prefill", AttentionOperands(*residuals[:3]))
+        backward_tuning = find_tuning(current_device(), name, spec, backward=True)
     gradient = _jitted(kernels_of(name).backward.attention_grad, backward_tuning, window=window)
     return *gradient(*residuals, d_out), None
 
 
 _whole_rows.defvjp(_whole_rows_forward, _whole_rows_backward)
-
-
-def _widened(q, x, scale):
-    """Scaled keys or values in the dtype of `q`."""
-    return x if scale is None else (x.astype(jnp.float32) * scale[..., None]).astype(q.dtype)

@@ -27,11 +27,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int
 
 from .device import current_device
-from .no_gradient import SCALED_OR_PAGED
-from .remat import checkpoint_names
+from .gradients import SCALED_OR_PAGED, checkpoint_names
+from .operands import AttentionOperands
 from .xla_blocks import decode_keys, prefill_blocks
 from .xla_keys import (
     Keys,
@@ -52,21 +52,13 @@ first: blocks are walked only if at most a quarter of the positions is valid."""
 
 
 def prefill(
-    q: Float[Array, "B T N H"],
-    k: Num[Array, "_ K _ H"],
-    v: Num[Array, "_ K _ H"],
-    offset: Int[Array, " B"],
-    lengths: Int[Array, " B"] | None,
-    segment_ids: Int[Array, "B T"] | None,
-    k_scale: Float[Array, "_ K _"] | None = None,
-    v_scale: Float[Array, "_ K _"] | None = None,
-    page_table: Int[Array, "B P"] | None = None,
-    kv_lengths: Int[Array, " B"] | None = None,
+    operands: AttentionOperands,
+    *,
     window: Int[Array, ""] | int | None = None,
     score_cap: float | None = None,
     return_lse: bool = False,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """Causal attention: query t of row b sees the keys up to `offset[b] + t`, and only those with
+    """Causal attention: query t of row b sees the keys up to `q_offset[b] + t`, and only those with
     its own segment id, the last `window` of them, and the first `kv_lengths[b]`.
 
     k and v are `B K S H`, or with a page table a pool of pages `X K page H`: position s of row b is
@@ -75,14 +67,17 @@ def prefill(
     scales are read one block at a time; only without them is this differentiable. With `return_lse`
     also the logarithm of each query's sum of exponentials, not differentiable.
     """
-    start, index = offset[:, None], jnp.arange(q.shape[1], dtype=jnp.int32)
+    q, lengths, kv_lengths = operands.q, operands.lengths, operands.kv_lengths
+    page_table, page = operands.page_table, operands.k.shape[2]
+    start = operands.q_offset[:, None]
+    index = jnp.arange(q.shape[1], dtype=jnp.int32)
     last = position = start + index  # the last position each query sees; -1 for none
     if lengths is not None:
         last = jnp.where(index < lengths[:, None], last, -1)
     window, first = scalar(window), None
     if kv_lengths is not None:
         last, window, first = restrict(last, position, window, kv_lengths)
-    keys = Keys(k, v, k_scale, v_scale, segment_ids, page_table, window, first)
+    keys = Keys.of(operands, window, first)
     platform, (batch, queries, heads, _) = current_device()[0], q.shape
     most = prefill_blocks(platform, batch, queries, heads)
     if queries <= most.queries and keys.length <= most.keys:
@@ -91,7 +86,7 @@ def prefill(
         blocks = even(queries, most.queries), even(keys.length, most.keys)
         return _in_blocks(q, keys, last, *blocks, score_cap, return_lse)
     most = prefill_blocks(platform, 1, queries, heads)
-    blocks = even(queries, most.queries), even(keys.length, most.keys, page=k.shape[2])
+    blocks = even(queries, most.queries), even(keys.length, most.keys, page=page)
 
     def row(q, table, last, first):
         q, table, first = jax.tree.map(lambda x: x[None], (q, table, first))
@@ -105,13 +100,7 @@ def prefill(
 
 
 def decode(
-    q: Float[Array, "B T N H"],
-    k: Num[Array, "_ K _ H"],
-    v: Num[Array, "_ K _ H"],
-    length: Int[Array, " B"],
-    k_scale: Float[Array, "_ K _"] | None = None,
-    v_scale: Float[Array, "_ K _"] | None = None,
-    page_table: Int[Array, "B P"] | None = None,
+    operands: AttentionOperands,
     *,
     window: Int[Array, ""] | int | None = None,
     score_cap: float | None = None,
@@ -123,14 +112,15 @@ def decode(
     Keys, values and `return_lse` are as in `prefill`. A row of length 0 yields zeros. What
     lies beyond the longest row's block is not read, unless reading it all is faster.
     """
+    q, k, length = operands.q, operands.k, operands.length
     batch, queries, _, head_dim = q.shape
     most = decode_keys(current_device()[0], batch * k.shape[1] * head_dim * q.dtype.itemsize)
     last = length.astype(jnp.int32)[:, None] - queries + jnp.arange(queries, dtype=jnp.int32)
-    keys = Keys(k, v, k_scale, v_scale, page_table=page_table, window=scalar(window))
-    in_place = page_table is None and k_scale is None
+    keys = Keys.of(operands, scalar(window))
+    in_place = operands.page_table is None and operands.k_scale is None
     if keys.length <= most * (FULL_SHARE if in_place else 1):
         return _direct(q, keys, last, score_cap, return_lse)
-    block = even(keys.length, most, page=1 if page_table is None else k.shape[2])
+    block = even(keys.length, most, page=1 if operands.page_table is None else k.shape[2])
     if not in_place:
         return _in_blocks(q, keys, last, queries, block, score_cap, return_lse)
     short = length.max() <= keys.length // FULL_SHARE

@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array
 
 from . import segments
+from .operands import AttentionOperands
 
 
 class Keys(NamedTuple):
@@ -28,6 +29,19 @@ class Keys(NamedTuple):
     window: Array | None = None  # i32[]: counted back from the last position that a query sees
     # i32[B, T]: the first position that each query sees, where no window tells
     first: Array | None = None
+
+    @classmethod
+    def of(cls, operands: AttentionOperands, window, first=None) -> Keys:
+        return cls(
+            operands.k,
+            operands.v,
+            operands.k_scale,
+            operands.v_scale,
+            operands.segment_ids,
+            operands.page_table,
+            window,
+            first,
+        )
 
     @property
     def length(self) -> int:  # S

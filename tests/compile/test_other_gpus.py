@@ -18,7 +18,13 @@ from jax._src.cudnn import fused_attention_stablehlo
 from swiftkv_jax.infer.runner.lowering import DecodeProgram, PrefillProgram, lower_program
 from swiftkv_jax.infer.runner.shapes import FEW_TILES
 from swiftkv_jax.model.config import Config
-from swiftkv_jax.pallas_kernels import choice, cudnn, decode_attention, prefill_attention
+from swiftkv_jax.pallas_kernels import (
+    AttentionOperands,
+    choice,
+    cudnn,
+    decode_attention,
+    prefill_attention,
+)
 from swiftkv_jax.plan.presets import LLAMA_8B, LLAMA_70B
 from swiftkv_jax.plan.topology import topology_mesh
 from tests.compile.compiled import compile_for
@@ -131,7 +137,8 @@ def test_prefill_by_cudnn(gpu, installed):
     cuDNN's in each, and 7 to 9 others, of which one gathers keys and values."""
 
     def op(q, k, v, offset, lengths, table):
-        return cudnn.chunk(q, k, v, offset, lengths, page_table=table)
+        limits = {"q_offset": offset, "lengths": lengths, "page_table": table}
+        return cudnn.chunk(AttentionOperands(q, k, v, **limits))
 
     compiled, _ = compile_for(gpu, op, *CHUNK)
     found = steps(compiled)

@@ -16,7 +16,7 @@ from swiftkv_jax.pallas_kernels import decode_attention, prefill_attention
 from swiftkv_jax.pallas_kernels.hopper.prefill import Tuning
 from tests.compile import sass
 from tests.compile.compiled import compile_for
-from tests.compile.test_hopper import CACHE, K, N, decode_operands, shape
+from tests.compile.test_kernels import CACHE, K, N, decode_operands, shape
 
 EXPONENTIALS = 128 * 64 // 128  # a thread's share of a block of 64 queries x 128 keys
 # Of a block of 128 keys, without a mask; 506 before tiles had an order of their own.

@@ -59,8 +59,6 @@ class Kernels:
             time.sleep(3600)
         if self._mode == "raises":
             raise RuntimeError("ptxas exited with 255\nand a long trace")
-        if self._mode == "refuses":
-            raise NotImplementedError("implementation='hopper' takes pages of a multiple of 64")
         if self._mode == "is wrong":
             length = length - (length > 1)  # the last position is not seen
         out = pallas_kernels.decode_attention(q, k, v, length, **options, implementation="xla")
@@ -70,8 +68,8 @@ class Kernels:
 class Cudnn(Kernels):
     """Prefill as it is put together from calls of cuDNN, with XLA in the place of cuDNN."""
 
-    def prefill_attention(self, q, k, v, *, implementation, q_offset, **options):
-        from swiftkv_jax.pallas_kernels import cudnn
+    def prefill_attention(self, q, k, v, *, implementation, **options):
+        from swiftkv_jax.pallas_kernels import AttentionOperands, cudnn
         from tests.pallas_kernels.cudnn_stand_in import attend
 
         def in_base_two(*operands, **options):
@@ -79,9 +77,8 @@ class Cudnn(Kernels):
             return out, lse * math.log2(math.e)
 
         call = in_base_two if self._mode == "has other logs" else attend
-        assert options.pop("window") is None, "cuDNN has none"
-        options |= {"most_queries": 64, "most_context": 70}
-        return cudnn.chunk(q, k, v, q_offset, **options, attend=call)
+        operands = AttentionOperands(q, k, v, **options)
+        return cudnn.chunk(operands, most_queries=64, most_context=70, attend=call)
 
 
 def main(mode: str, starts: str, kind: str = H100) -> int:

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 import swiftkv_jax as skv
@@ -25,14 +24,12 @@ from swiftkv_jax.kernel_check import (
     KernelCheck,
     KernelConfig,
     checked_implementation,
+    comparison,
     configurations,
-    processes,
-    serving_configs,
-    training_configs,
+    running,
 )
-from swiftkv_jax.kernel_check.comparison import compare
 from swiftkv_jax.kernel_check.verdicts import DeviceVersion, Verdict, VerdictFile
-from swiftkv_jax.model.mesh import make_mesh
+from swiftkv_jax.pallas_kernels import choice, device
 from tests import tiny
 from tests.kernel_check.stand_in import A100, Kernels, gpu, tpu
 
@@ -109,8 +106,9 @@ def test_kernels_that_are_not_right_are_not_used(mode, outcome, said, tmp_path, 
 
 
 def test_what_a_kernel_refuses_is_left_to_the_choice_of_the_ops(tmp_path, warnings):
-    assert checked_implementation(None, [DECODE], None, stand_in("refuses", tmp_path)) is None
-    assert kept(tmp_path) == {"decode": "unsupported"} and not warnings()
+    refused = dataclasses.replace(DECODE, page_size=16)
+    assert checked_implementation(None, [refused], None, stand_in("is wrong", tmp_path)) is None
+    assert starts(tmp_path) == 0 and not warnings()
 
 
 def test_what_could_not_be_checked_is_not_used_and_not_kept(tmp_path, warnings):
@@ -135,8 +133,9 @@ def test_a_name_is_obeyed_unchecked(tmp_path):
 
 
 @pytest.mark.parametrize(("mode", "chosen"), [("is right", None), ("has other logs", "xla")])
-def test_on_other_gpus_cudnn_is_checked(mode, chosen, tmp_path, warnings):
+def test_on_other_gpus_cudnn_is_checked(mode, chosen, tmp_path, warnings, monkeypatch):
     """For prefill alone, and not of packed rows: nothing starts for these."""
+    monkeypatch.setattr(choice, "cudnn_version", lambda: 92000)
     check = stand_in(mode, tmp_path, device=gpu(kind=A100))
     packed = dataclasses.replace(PREFILL, page_size=None, packed=True)
     assert checked_implementation(None, [DECODE, packed], None, check) is None
@@ -171,7 +170,7 @@ def write(configs, folder, outcome: Any = "right", device=None, **fields) -> Ver
     """Keep these verdicts as of an earlier run."""
     device = device or gpu()
     name = "tpu" if device.platform == "tpu" else "hopper"
-    file = VerdictFile(folder / "verdicts", DeviceVersion.of(device), name)
+    file = VerdictFile.in_folder(folder / "verdicts", DeviceVersion.of(device), name)
     file.add({config: Verdict(outcome, **fields) for config in configs})
     return file
 
@@ -181,10 +180,11 @@ def write(configs, folder, outcome: Any = "right", device=None, **fields) -> Ver
 )
 def test_another_version_of_anything_is_checked_again(field, tmp_path):
     version = DeviceVersion.of(gpu())
-    VerdictFile(tmp_path, version, "hopper").add({DECODE: Verdict("wrong")})
-    assert VerdictFile(tmp_path, version, "hopper").read() == {DECODE: Verdict("wrong")}
+    VerdictFile.in_folder(tmp_path, version, "hopper").add({DECODE: Verdict("wrong")})
+    file = VerdictFile.in_folder(tmp_path, version, "hopper")
+    assert file.read() == {DECODE: Verdict("wrong")}
     other = dataclasses.replace(version, **{field: "another"})
-    assert VerdictFile(tmp_path, other, "hopper").read() == {}
+    assert VerdictFile.in_folder(tmp_path, other, "hopper").read() == {}
 
 
 @pytest.mark.parametrize(
@@ -224,28 +224,28 @@ def test_verdicts_are_added_and_replaced(tmp_path):
 
 
 def in_process(folder, mode, timeout=120.0):
-    file = VerdictFile(folder / "verdicts", DeviceVersion.of(tpu()), "tpu")
+    file = VerdictFile.in_folder(folder / "verdicts", DeviceVersion.of(tpu()), "tpu")
     options = {"ops": Kernels(mode), "positions": 150, "runs": 1}
-    found = processes.check_in_process(
-        [DECODE], "tpu", jax.local_devices()[1], file, timeout=timeout, **options
+    device = jax.local_devices()[1]
+    return file, lambda: running.check_in_process(
+        [DECODE], device, file, timeout=timeout, **options
     )
-    return file, found
 
 
-def test_a_tpu_is_checked_in_this_process(tmp_path):
-    for mode in ("is right", "is wrong"):
-        file, found = in_process(tmp_path, mode)
-        ((config, verdict),) = found
-        assert (config, verdict.outcome) == (DECODE, mode.removeprefix("is "))
-        assert file.read()[DECODE].outcome == "begun"  # the caller keeps the verdict
+@pytest.mark.parametrize("mode", ["is right", "is wrong"])
+def test_a_tpu_is_checked_in_this_process(mode, tmp_path):
+    file, check = in_process(tmp_path, mode)
+    found = check()
+    assert found[DECODE].outcome == mode.removeprefix("is ")
+    assert file.read() == found
 
 
 def test_a_kernel_that_hangs_in_this_process_is_known_to_the_next(tmp_path, monkeypatch, warnings):
     ended = threading.Event()
-    monkeypatch.setattr(processes, "verdict_on", lambda *_, **__: ended.wait())
-    file, found = in_process(tmp_path, "-", timeout=0.1)
+    monkeypatch.setattr(running, "verdict_on", lambda *_, **__: ended.wait())
+    file, check = in_process(tmp_path, "-", timeout=0.1)
     with pytest.raises(TimeoutError, match="the tpu kernel hangs .*; start again: attention will"):
-        next(found)
+        check()
     ended.set()
     assert file.read()[DECODE].outcome == "hung"
     check = stand_in("-", tmp_path, device=tpu())
@@ -264,60 +264,19 @@ def test_a_process_that_a_kernel_has_ended_is_noticed(tmp_path, warnings):
 
 def test_another_process_that_runs_a_kernel_has_no_verdict_yet():
     for process in (("another host", 1), (os.uname().nodename, os.getppid())):
-        assert processes.after_the_end(Verdict("begun", process=process)) is None
+        assert running.after_the_end(Verdict("begun", process=process)) is None
 
 
 def test_an_interrupt_says_nothing_about_a_kernel(tmp_path, monkeypatch):
-    file, found = in_process(tmp_path, "is right")
+    file, check = in_process(tmp_path, "is right")
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(processes.threading.Thread, "join", interrupt)
+    monkeypatch.setattr(running.threading.Thread, "join", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        next(found)
+        check()
     assert file.read() == {}
-
-
-# Configurations -------------------------------------------------------------------
-
-
-def test_what_a_model_needs():
-    config = tiny.model_of(*small()).config  # 4 query heads, 2 key/value heads of 8
-    two = KernelConfig("prefill", 8, 2, "bfloat16", "int8", 128)
-    serving = serving_configs(config, jnp.bfloat16, "int8", 128)
-    assert serving == [two, dataclasses.replace(two, op="decode")]
-    (one, _) = serving_configs(config, jnp.bfloat16, "int8", 128, make_mesh((1, 4)))
-    assert one.queries_per_kv_head == 1  # two devices share a key/value head
-    packed = KernelConfig("prefill", 8, 2, "float32", "float32", packed=True)
-    training = training_configs(config, jnp.float32)
-    assert training == [packed, dataclasses.replace(packed, op="gradient")]
-
-
-def test_the_standard_set_is_right_by_xla():
-    """One of each op and format, with smaller pages: the operands and the reference fit
-    together."""
-    for implementation, least in (("cudnn", 20), ("tpu", 50), ("hopper", 50)):
-        configs = configurations.standard_configs(implementation)
-        assert len(set(configs)) == len(configs) > least
-    kinds = {(c.op, c.cache_dtype, c.windowed, c.parts): c for c in configs if c.dtype != "float16"}
-    assert len(kinds) == 21
-    for config in kinds.values():
-        small = dataclasses.replace(config, head_dim=64, page_size=config.page_size and 32)
-        small = dataclasses.replace(small, embed_dim=128, mlp_dim=256)
-        assert compare(small, "xla", positions=70, runs=1).error < 0.7, config
-
-
-def test_a_mistake_in_a_gradient_or_a_mask_is_noticed():
-    packed = KernelConfig("gradient", 64, 2, "bfloat16", "bfloat16", packed=True)
-    for config in (packed, dataclasses.replace(packed, op="prefill")):
-        one_document = SimpleNamespace(
-            prefill_attention=lambda *operands, segment_ids=None, **options: (
-                skv.pallas_kernels.prefill_attention(*operands, **options)
-            )
-        )
-        assert compare(config, "xla", positions=70, runs=1).right
-        assert compare(config, "xla", ops=one_document, positions=70, runs=1).error > 3
 
 
 # The engine -----------------------------------------------------------------------
@@ -340,7 +299,8 @@ PLANTED = [
 
 
 @pytest.mark.parametrize("mode", PLANTED)
-def test_the_engine_goes_on_with_xla(mode, tmp_path, warnings):
+def test_the_engine_goes_on_with_xla(mode, tmp_path, warnings, monkeypatch):
+    monkeypatch.setattr(kernel_check, "unsupported_reason", lambda *_: None)  # of heads of 8
     options = EngineOptions(max_num_seqs=1, page_size=16, max_model_len=16, one_size=True)
     requests = [Request([5, 7, 11], SamplingParams(max_tokens=6))]
     check = stand_in(mode, tmp_path, timeout=20)
@@ -361,40 +321,75 @@ def test_the_engine_goes_on_with_xla(mode, tmp_path, warnings):
 # The command ----------------------------------------------------------------------
 
 
-def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys, monkeypatch):
-    configs = [DECODE, PREFILL, dataclasses.replace(DECODE, cache_dtype="int8")]
+def test_the_command_prints_a_table_and_writes_json(tmp_path, capfd, monkeypatch):
+    refused = dataclasses.replace(DECODE, page_size=16)
+    configs = [DECODE, PREFILL, dataclasses.replace(DECODE, cache_dtype="int8"), refused]
     monkeypatch.setattr(configurations, "standard_configs", lambda implementation: configs)
     write([DECODE], tmp_path, "right")  # checked all the same
     path = tmp_path / "out.json"
     assert check_kernels.main(["--json", str(path)], stand_in("crashes", tmp_path)) == 1
-    title, header, *rows, summary = capsys.readouterr().out.splitlines()
-    assert title.startswith("hopper kernels on NVIDIA H100 80GB HBM3 (gpu), 3 configurations, at ")
+    title, header, *rows, summary = capfd.readouterr().out.splitlines()
+    assert title.startswith("hopper kernels on NVIDIA H100 80GB HBM3 (gpu), 4 configurations, at ")
     assert "verdict" in header
-    assert [row.split(" (")[0] for row in rows] == [f"hopper.{one.op}" for one in configs]
-    assert "crashed, with SIGABRT" in rows[0] and "right, within 0.0" in rows[1]
-    assert summary == "of 3: 1 right, 0 not for this device, 2 cannot be used"
+    names = [f"hopper.{one.op}" for one in (refused, *configs[:3])]
+    assert [row.split(" (")[0] for row in rows] == names
+    assert "not for this device: takes pages of a multiple of 64 positions, got 16" in rows[0]
+    assert "crashed, with SIGABRT" in rows[1] and "right, within 0.0" in rows[2]
+    assert summary == "of 4: 1 right, 1 not for this device, 2 cannot be used"
     assert starts(tmp_path) == 2  # a new one after the first crash
     document = json.loads(path.read_text())
-    assert [one["verdict"]["outcome"] for one in document["checks"]] == [
-        "crashed",
-        "right",
-        "crashed",
-    ]
+    outcomes = [one["verdict"]["outcome"] for one in document["checks"]]
+    assert outcomes == ["unsupported", "crashed", "right", "crashed"]
     assert document["device"]["device_kind"].startswith("NVIDIA H100")
     assert check_kernels.main(["--json", str(path)]) == 2
-    assert "--json" in capsys.readouterr().err
+    assert "--json" in capfd.readouterr().err
 
 
 def test_the_command_checks_what_a_model_needs(tmp_path, capsys, monkeypatch):
     skv.save_hf(model(), tmp_path / "model")
     seen: list[KernelConfig] = []
-    monkeypatch.setattr(
-        processes,
-        "check_in_children",
-        lambda configs, *_, **__: [
-            seen.append(one) or (one, Verdict("right", difference=0.0)) for one in configs
-        ],
-    )
+
+    def check(configs, *_, **__):
+        seen.extend(configs)
+        return {one: Verdict("right", difference=0.0) for one in configs}
+
+    monkeypatch.setattr(comparison, "unsupported_reason", lambda *_: None)
+    monkeypatch.setattr(running, "check_in_children", check)
     assert check_kernels.main(["-m", str(tmp_path / "model")], stand_in("-", tmp_path)) == 0
     assert {one.head_dim for one in seen} == {8} and len(seen) == 8
     assert "of 8: 8 right, 0 not for this device, 0 cannot" in capsys.readouterr().out
+
+
+# Devices without kernels, or that do without ----------------------------------------
+
+
+@pytest.fixture
+def refused(monkeypatch):
+    monkeypatch.setattr(device, "cuda_runtime_version", lambda: 12090)
+
+
+def test_a_warning_that_cuda_miscompiles_the_kernels(refused, warnings):
+    for _ in range(2):
+        checked_implementation(None, [], None, KernelCheck(device=gpu()))
+    (warning,) = warnings()
+    assert "runs without the hopper kernels" in warning and "this is 12.9" in warning
+
+
+def test_the_command_says_that_cuda_miscompiles_the_kernels(refused, capsys, monkeypatch):
+    monkeypatch.setattr(configurations, "standard_configs", lambda kernels: [])
+    assert check_kernels.main([], KernelCheck(device=gpu())) == 0
+    first, title, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("without the hopper kernels") and title.startswith("cudnn kernels on")
+
+
+def test_no_such_device_is_one_line(capsys, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    assert check_kernels.main([]) == 1
+    error = capsys.readouterr().err
+    assert "JAX_PLATFORMS='cuda' names no kind of device that is here" in error
+    assert error.count("\n") == 1
+
+
+def test_the_command_without_device_kernels(capsys):
+    assert check_kernels.main([]) == 0
+    assert capsys.readouterr().out == "no device kernels for cpu: attention runs through XLA\n"

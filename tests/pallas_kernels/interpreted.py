@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from swiftkv_jax.pallas_kernels.device import is_hopper
+from swiftkv_jax.pallas_kernels.device import Device, is_hopper
 from tests.pallas_kernels import mosaic_interpreter
 
 H100 = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", platform="gpu", num_cores=132)
@@ -22,6 +22,11 @@ DEVICES = {
     "B200": AbstractDevice(device_kind="NVIDIA B200", platform="gpu", num_cores=148),
     "v5e": V5E,
 }
+
+
+def device(name: str) -> Device:
+    """One of `DEVICES`, as the choice of an implementation takes it."""
+    return Device(DEVICES[name].platform, DEVICES[name].device_kind)
 
 
 def under(device: str):

@@ -20,21 +20,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-from swiftkv_jax.pallas_kernels import prefill_attention
-from tests.pallas_kernels.interpreted import device_of
-from tests.pallas_kernels.operands import (
-    check,
-    check_with_lse,
-    context_inputs,
-    decode_inputs,
-    inputs,
-    prefill_mask,
+from swiftkv_jax.pallas_kernels.selfcheck import (
+    Case,
+    Row,
+    compare,
+    difference,
+    draw,
+    expected_of,
 )
-from tests.pallas_kernels.shapes import Context, Decode, Prefill
+from tests.pallas_kernels.cases import decoding
+from tests.pallas_kernels.interpreted import device_of
 
 STATEMENTS = (
     "plgpu.barrier_wait(",
@@ -74,6 +72,7 @@ TILES: dict[str, tuple[str, str, Any]] = {
 """Mistakes in the order of the tiles of prefill, and in what the thread blocks of a cluster wait
 for."""
 
+SIZES = (200, 2, 1, 640, 64)
 VARIANTS = {
     "persistent": {"block_kv": 64, "persistent": True},
     "multicast": {"block_kv": 64, "multicast": True},
@@ -82,12 +81,12 @@ VARIANTS = {
 """Tunings of hopper.prefill that a third part of a kernel's name stands for. They run on two
 multiprocessors."""
 
-PARTS = {
-    None: Context(2, 200, 2, 1, 640, 64, (1100, 90), None, (600, 450), page=128),
-    200: Context(2, 200, 2, 1, 640, 64, (420, 0), (200, 130), (300, 120), page=128),
-}
-"""Shapes that the third part "part" stands for, by their windows: in the second some queries of a
-block see nothing."""
+PARTS = [
+    Case("prefill", (Row(1100, None, 600), Row(90, None, 450)), *SIZES, page_size=128),
+    Case("prefill", (Row(420, 200, 300), Row(0, 130, 120)), *SIZES, page_size=128, window=200),
+]
+"""Cases that the third part "part" stands for: in the second some queries of a block see
+nothing."""
 
 EDITS = {
     "a query sees one position too few": (
@@ -159,8 +158,8 @@ SHORT = {
     "tpu": {"block_bytes": 2**17, "buffers": 2},
 }
 DECODE = {
-    "hopper": Decode(2, 1, 8, 2, 500, 64, (500, 300)),
-    "tpu": Decode(2, 1, 8, 2, 1024, 64, (1000, 860), page=128),
+    "hopper": decoding(1, (500, 300), 8, 2, 500, 64, return_lse=True),
+    "tpu": decoding(1, (1000, 860), 8, 2, 1024, 64, page_size=128, return_lse=True),
 }
 """Rows of several blocks, the last of which is cut; on TPUs blocks of four pages."""
 
@@ -229,50 +228,36 @@ def run(kernel: str, mistake: str = ""):
     implementation: Any
     implementation, op, *variant = kernel.split(".")
     op = op.split("_")[0]  # a kernel has several modules, the backward one for each of its two
+    if op == "decode":
+        _decode(implementation, mistake)
+        return
+    cases = [Case("prefill" if op == "prefill" else "gradient", (Row(),), 512, 2, 1, 512, 64)]
+    tunings = {}
+    if variant == ["part"]:
+        cases = [dataclasses.replace(case, return_lse=True) for case in PARTS]
+    elif variant:
+        kernel_module("hopper", "prefill_tiles").num_multiprocessors = lambda: 2
+        tunings["tuning"] = kernel_module("hopper", "prefill").Tuning(**VARIANTS[variant[0]])
+    for case in cases:
+        with device_of(implementation):
+            found = compare(case, implementation, runs=1, **tunings)
+        assert found.right, found
+
+
+def _decode(implementation: str, mistake: str):
+    """Called as the op would, but with rings that are shorter than the row."""
+    module, case = kernel_module(implementation, "decode"), DECODE[implementation]
+    tuning, drawn = module.Tuning(**SHORT[implementation]), draw(case)
     with device_of(implementation):
-        if op == "decode":
-            # Called as the op would, but with rings that are shorter than the row.
-            module = kernel_module(implementation, op)
-            tuning = module.Tuning(**SHORT[implementation])
-            operands, options, expected = decode_inputs(DECODE[implementation], "bfloat16")
-            if mistake:
-                name, index, added = PLANS[mistake]
-                q, k, _, length = operands
-                plan = module.plan(q, k, length, tuning=tuning)
-                wrong = getattr(plan, name).at[index].add(added)
-                options["work"] = dataclasses.replace(plan, **{name: wrong})
-            attend: Any = functools.partial(
-                module.attention, **options, tuning=tuning, return_lse=True
-            )
-            check_with_lse(jax.jit(attend)(*operands), *expected)
-            return
-        if variant == ["part"]:
-            for window, shape in PARTS.items():
-                options = {"return_lse": True, "window": window, "implementation": implementation}
-                operands, changing, expected = context_inputs(
-                    shape, "bfloat16", window=window, spare=jnp.nan
-                )
-                attend = functools.partial(prefill_attention, **options)
-                check_with_lse(jax.jit(attend)(*operands, **changing), *expected)
-            return
-        shape = Prefill(1, 512, 2, 1, 512, 64)
-        q, k, v = inputs(shape, "bfloat16")
-        attend = functools.partial(prefill_attention, implementation=implementation)
-        if variant:
-            kernel_module("hopper", "prefill_tiles").num_multiprocessors = lambda: 2
-            tuning = kernel_module("hopper", "prefill").Tuning(**VARIANTS[variant[0]])
-            attend = functools.partial(attend, tuning=tuning)
-        if op == "prefill":
-            check(jax.jit(attend)(q, k, v), q, k, v, prefill_mask(shape))
-            return
-        q /= 4
-        ones = jnp.ones_like(q)
-        found = jax.jit(lambda *operands: jax.vjp(attend, *operands)[1](ones))(q, k, v)
-    expected = jax.vjp(functools.partial(prefill_attention, implementation="xla"), q, k, v)[1](ones)
-    for got, wanted in zip(found, expected, strict=True):
-        np.testing.assert_allclose(
-            np.float32(got), np.float32(wanted), atol=3e-2 * float(jnp.abs(wanted).max())
-        )
+        arguments = [jax.tree.map(jnp.asarray, drawn.operands)]
+        if mistake:
+            name, index, added = PLANS[mistake]
+            plan = module.plan(*arguments, tuning=tuning)
+            wrong = getattr(plan, name).at[index].add(added)
+            arguments.append(dataclasses.replace(plan, **{name: wrong}))
+        attend = functools.partial(module.attention, tuning=tuning, return_lse=True)
+        found = jax.block_until_ready(jax.jit(attend)(*arguments))
+    assert difference([found], *expected_of(case, drawn)).right
 
 
 if __name__ == "__main__":

@@ -1,103 +1,111 @@
 """Both attention ops, every implementation, against the reference formula over one table of
-shapes."""
+calls."""
 
+import dataclasses
 import functools
-from collections.abc import Collection
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from swiftkv_jax.pallas_kernels import decode_attention, prefill_attention, reference, tpu
-from tests.pallas_kernels.operands import (
-    TOLERANCE,
-    as_format,
-    check,
-    chunk_inputs,
-    decode_inputs,
-    decode_mask,
-    hide,
-    inputs,
-    prefill_mask,
-    run,
-    segments,
-)
-from tests.pallas_kernels.shapes import CHUNKS, DECODE, PREFILL, SEGMENTS, Decode, Prefill
+from swiftkv_jax.pallas_kernels import decode_attention, prefill_attention, reference, selfcheck
+from swiftkv_jax.pallas_kernels.selfcheck import Case, Row, compare
+from tests.pallas_kernels.cases import CASES, FORMATS, ON_DEVICES, case_of, table, tunings
+from tests.pallas_kernels.interpreted import device_of
 
-RUNS = [("xla", "float32"), ("xla", "bfloat16"), ("hopper", "bfloat16"), ("tpu", "bfloat16")]
-# Absolute, and half of it relative: bfloat16 keeps 8 bits.
-GRADIENT_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}  # of the largest entry of the gradient
 parametrize, LONG = pytest.mark.parametrize, pytest.mark.long
-
-# The most telling shapes are interpreted in every run of the tests; the others are `long` (make
-# test-kernels). XLA, and kernels on their own hardware, run all of them. Rows at different offsets
-# are ragged ones too for Hopper, whose interpreter is slow.
-SHORT = {
-    *("8B", "rows at different offsets", "ragged rows at different offsets"),
-    *("documents across blocks", "of two prompts, an idle row first", "pages of 256"),
-    *("wide", "idle rows", "page table, several tokens", "one long row, many short", None),
-}
+TABLE = [pytest.param(*case[:3], marks=[] if case[3] else LONG) for case in table()]
+"""What is not in the short selection is interpreted by `make test-kernels`."""
+DEVICES = ["xla", "hopper", "tpu"]
 
 
-def cases(runs, names, short: Collection[str | None] | None = None) -> list:
-    """(implementation, format, name) of each combination, those not in `short` marked `long`; by
-    default `SHORT`, and all shapes of XLA."""
-    every = [(implementation, form, name) for implementation, form in runs for name in names]
-    if short is None:
-        chosen = {"xla": set(names), "hopper": SHORT - {"rows at different offsets"}, "tpu": SHORT}
-        return [case for run in runs for case in cases([run], names, chosen[run[0]])]
-    return [pytest.param(*case, marks=LONG if case[2] not in short else []) for case in every]
+@parametrize(("implementation", "cache_format", "name"), TABLE)
+def test_attention(implementation, cache_format, name):
+    case = case_of(name, cache_format)
+    with device_of(implementation):
+        found = compare(case, implementation, runs=1, **tunings(implementation, name))
+    assert found.right, found
 
 
 def test_reference():
     """The formula itself, one query, head and key at a time; a query that sees nothing yields
     zeros."""
-    q, k, v = inputs(Prefill(2, 3, 4, 2, 5, 6), "float32")
-    mask = np.random.default_rng(1).random((2, 3, 5)) < 0.6
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.normal(size=size) for size in ((2, 3, 4, 6), (2, 2, 5, 6), (2, 2, 5, 6)))
+    mask = rng.random((2, 3, 5)) < 0.6
     mask[0, 1] = False
-    expected = np.zeros(q.shape)
+    expected, sums = np.zeros(q.shape), np.full(q.shape[:3], -np.inf)
     for b, t, n in np.ndindex(2, 3, 4):
         seen = [s for s in range(5) if mask[b, t, s]]
-        weights = np.array(
-            [np.exp(float(np.dot(q[b, t, n], k[b, n // 2, s])) / np.sqrt(6)) for s in seen]
-        )
-        for weight, s in zip(weights, seen, strict=True):
-            expected[b, t, n] += weight / weights.sum() * np.float64(v[b, n // 2, s])
+        scores = [4 * np.tanh(q[b, t, n] @ k[b, n // 2, s] / np.sqrt(6) / 4) for s in seen]
+        total = np.sum(np.exp(scores))
+        for score, s in zip(scores, seen, strict=True):
+            expected[b, t, n] += np.exp(score) / total * v[b, n // 2, s]
+        if seen:
+            sums[b, t, n] = np.log(total)
+    q, k, v = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
+    out, lse = reference.attention(q, k, v, jnp.asarray(mask), score_cap=4.0, return_lse=True)
     assert (expected[0, 1] == 0).all()
-    np.testing.assert_allclose(reference.attention(q, k, v, jnp.asarray(mask)), expected, atol=1e-6)
+    np.testing.assert_allclose(out, expected, atol=1e-6)
+    np.testing.assert_allclose(lse, sums, atol=1e-6)
 
 
-@parametrize(("implementation", "dtype", "name"), cases(RUNS, PREFILL))
-def test_prefill(implementation, dtype, name):
-    shape = PREFILL[name]
-    q, k, v = inputs(shape, dtype)
-    mask = prefill_mask(shape)
-    k, v = hide(k, v, mask)
-    lengths = None if shape.lengths is None else jnp.asarray(shape.lengths)
-    op = functools.partial(prefill_attention, lengths=lengths, implementation=implementation)
-    if shape.offset == 0:  # known to be 0: nothing lies before the rows
-        out = run(implementation, op, q, k, v)
-    else:
+def test_masks():
+    """What each query of a case sees, one position at a time."""
+    for case in CASES.values():
+        mask = case.mask()
+        ids = case.segment_ids
+        for b, row in enumerate(case.rows):
+            for t in {0, case.queries // 2, case.queries - 1}:
+                at = row.position + t
+                first = 0 if case.window is None else at - case.window + 1
+                real = row.queries is None or t < row.queries
+                visible = case.keys if row.kv_length is None else row.kv_length
+                seen = [
+                    real
+                    and first <= s <= at
+                    and s < visible
+                    and (not row.documents or ids[b, s] == ids[b, t])
+                    for s in range(case.keys)
+                ]
+                np.testing.assert_array_equal(mask[b, t], seen)
 
-        def chunk(q, k, v, offset):
-            return op(q, k, v, q_offset=offset)
 
-        out = run(implementation, chunk, q, k, v, jnp.asarray(shape.offset))
-    check(out, q, k, v, mask)
+@parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ON_DEVICES else LONG)
+        for name, case in CASES.items()
+        if case.window or case.spec.kv_lengths
+    ],
+)
+def test_a_wrong_edge_shows(name):
+    """In these operands one position more or less is another result."""
+    case = case_of(name, "bfloat16")
+    drawn = selfcheck.draw(case)
+    expected, tolerated = selfcheck.expected_of(case, drawn)
+    for wrong in _with_wrong_edges(case):
+        if (wrong.mask() == drawn.mask).all():
+            continue
+        found, _ = selfcheck.expected_of(case, drawn._replace(mask=wrong.mask()))
+        assert selfcheck.difference([found], expected, tolerated).error > 2, wrong
 
 
-@parametrize(("implementation", "dtype", "name"), cases(RUNS, SEGMENTS))
-def test_segments(implementation, dtype, name):
-    shape, documents = SEGMENTS[name]
-    q, k, v = inputs(shape, dtype)
-    ids = segments(shape, documents)
-    mask = prefill_mask(shape) & (ids[:, :, None] == ids[:, None, :])
-
-    def op(q, k, v, ids):
-        return prefill_attention(q, k, v, segment_ids=ids, implementation=implementation)
-
-    check(run(implementation, op, q, k, v, jnp.asarray(ids)), q, k, v, mask)
+def _with_wrong_edges(case: Case) -> list[Case]:
+    """The same case with another window, or with other visible keys."""
+    changed = []
+    for step in (-1, 1):
+        if case.window is not None and case.window + step > 0:
+            changed.append(dataclasses.replace(case, window=case.window + step))
+        if case.spec.kv_lengths:
+            moved = tuple(
+                row._replace(kv_length=min(max((row.kv_length or 0) + step, 0), case.keys))
+                for row in case.rows
+            )
+            changed.append(dataclasses.replace(case, rows=moved))
+    return changed
 
 
 # Six positions: documents of three and two tokens, one of padding. Rows are queries, columns keys.
@@ -111,209 +119,129 @@ PACKED = [
 ]
 
 
-@parametrize(("implementation", "dtype"), RUNS)
-def test_packed_picture(implementation, dtype):
+@parametrize("implementation", DEVICES)
+def test_packed_picture(implementation):
     """The second row's ids fall and return: any ids will do."""
-    q, k, v = inputs(Prefill(2, 6, 2, 1, 6, 64), dtype)
-    again = np.tri(6, dtype=bool) & (
-        np.array([4, 9, 4, 4, 9, 1])[:, None] == np.array([4, 9, 4, 4, 9, 1])
-    )
-    mask = np.stack([np.array(PACKED, bool), again])
-    segment_ids = jnp.asarray([[1, 1, 1, 2, 2, 0], [4, 9, 4, 4, 9, 1]])
+    case = Case("prefill", (Row(), Row()), 6, 2, 1, 6, 64)
+    ids = np.array([[1, 1, 1, 2, 2, 0], [4, 9, 4, 4, 9, 1]])
+    again = np.tri(6, dtype=bool) & (ids[1][:, None] == ids[1])
+    drawn = selfcheck.draw(case)._replace(mask=np.stack([np.array(PACKED, bool), again]))
     op = functools.partial(
-        prefill_attention, segment_ids=segment_ids, implementation=implementation
+        prefill_attention, segment_ids=jnp.asarray(ids), implementation=implementation
     )
-    check(run(implementation, op, q, k, v), q, k, v, mask)
+    with device_of(implementation):
+        out = jax.jit(op)(drawn.operands.q, drawn.operands.k, drawn.operands.v)
+    assert selfcheck.difference([out], *selfcheck.expected_of(case, drawn)).right
 
 
-@parametrize(
-    ("implementation", "dtype", "name"),
-    cases(
-        RUNS,
-        [None, "documents across blocks", "odd head dim", "wide"],
-        short={"documents across blocks"},
-    ),
-)
-def test_gradient(implementation, dtype, name):
-    shape, documents = SEGMENTS[name] if name else (Prefill(1, 200, 4, 1, 200, 128), None)
-    q, k, v = inputs(shape, dtype)
-    q /= 4
-    mask, ids = prefill_mask(shape), None
-    if documents is not None:
-        ids = jnp.asarray(segments(shape, documents))
-        mask = mask & np.asarray(ids[:, :, None] == ids[:, None, :])
-    weights = jnp.asarray(np.random.default_rng(2).normal(size=q.shape), dtype)
-
-    def loss(q, k, v):
-        out = prefill_attention(q, k, v, segment_ids=ids, implementation=implementation)
-        return (out.astype(jnp.float32) * weights).sum()
-
-    def reference_loss(q, k, v):
-        return (reference.attention(q, k, v, jnp.asarray(mask)) * weights.astype(jnp.float32)).sum()
-
-    expected = jax.jit(jax.grad(reference_loss, argnums=(0, 1, 2)))(
-        *(x.astype(jnp.float32) for x in (q, k, v))
-    )
-    for got, wanted in zip(
-        run(implementation, jax.grad(loss, argnums=(0, 1, 2)), q, k, v), expected, strict=True
-    ):
-        assert got.dtype == q.dtype
-        np.testing.assert_allclose(
-            np.float32(got), wanted, atol=GRADIENT_TOLERANCE[dtype] * float(jnp.abs(wanted).max())
-        )
-
-
-PAGED = cases([("xla", "float32")], CHUNKS)
-PAGED += cases(
-    [("xla", "bfloat16"), ("xla", "float8_e4m3fn"), ("xla", "int8")],
-    ["of one prompt", "pages of 7"],
-    short={"pages of 7"},
-)
-PAGED += cases(
-    [("hopper", "bfloat16")],
-    [name for name, shape in CHUNKS.items() if shape.page % 64 == 0],
-    short={"of two prompts, an idle row first"},
-)
-PAGED += cases(
-    [("tpu", "bfloat16")],
-    [name for name, shape in CHUNKS.items() if shape.page % 128 == 0],
-    short={"pages of 256"},
-)
-PAGED += cases([("hopper", "int8"), ("tpu", "float8_e4m3fn")], ["pages of 256"], short=())
-
-
-@parametrize(("implementation", "cache_format", "name"), PAGED)
-def test_prefill_of_chunks_in_a_pool(implementation, cache_format, name):
-    operands, options, (q, k, v, mask) = chunk_inputs(
-        CHUNKS[name], cache_format, "float32" if cache_format == "float32" else "bfloat16"
-    )
-    if implementation != "xla":  # these kernels get a widened copy
-        k, v = k.astype(q.dtype), v.astype(q.dtype)
-    op = functools.partial(prefill_attention, implementation=implementation)
-    check(run(implementation, op, *operands, **options), q, k, v, mask)
-
-
-# In every implementation the two 8-bit formats differ only in how they are widened.
-FORMATS = {
-    "bfloat16": list(DECODE),
-    "float8_e4m3fn": [
-        "8B",
-        "long row, few slots",
-        "4 queries a head",
-        "8 queries a head",
-        "wide",
-        "idle rows",
-        "page table",
-    ],
-    "int8": ["8B", "4 queries a head", "wide", "several tokens", "page table, several tokens"],
-}
-CACHES = cases([("xla", "float32")], DECODE)
-for cache_format, names in FORMATS.items():
-    short = None if cache_format == "bfloat16" else ("idle rows", "page table, several tokens")
-    CACHES += cases([("hopper", cache_format), ("tpu", cache_format)], names, short)
-    CACHES += cases([("xla", cache_format)], ["8B", "several tokens", "page table, several tokens"])
-
-
-@parametrize(("implementation", "cache_format", "name"), CACHES)
-def test_decode(implementation, cache_format, name):
-    dtype = "float32" if cache_format == "float32" else "bfloat16"
-    operands, options, expected = decode_inputs(DECODE[name], cache_format, dtype)
-    op = functools.partial(decode_attention, implementation=implementation)
-    check(run(implementation, op, *operands, **options), *expected)
-
-
-# Blocks of a TPU: four pages, two, half of one. Rows have whole blocks and rests of one to three
-# chunks.
-BLOCKS = {
-    "bfloat16": (2**17, Decode(4, 1, 8, 2, 1024, 64, (1000, 0, 860, 129), page=128)),
-    "int8": (2**16, Decode(3, 2, 8, 2, 768, 128, (768, 1, 630), page=128)),
-    "float8_e4m3fn": (2**15, Decode(2, 1, 8, 2, 1024, 128, (1000, 300), page=256)),
-}
-
-
-@parametrize("cache_format", ["bfloat16", "int8", pytest.param("float8_e4m3fn", marks=LONG)])
-def test_decode_on_tpus_in_small_blocks(cache_format):
-    block_bytes, shape = BLOCKS[cache_format]
-    tuning = tpu.decode.Tuning(block_bytes=block_bytes, buffers=2, rows=2)
-    operands, options, expected = decode_inputs(shape, cache_format)
-    op = functools.partial(decode_attention, implementation="tpu", tuning=tuning)
-    check(run("tpu", op, *operands, **options), *expected)
-
-
-@parametrize("implementation", ["xla", "hopper", "tpu"])
+@parametrize("implementation", DEVICES)
 def test_decode_where_float16_ends(implementation):
     """The value of FP8 keys does not depend on magnitudes that bfloat16 holds and float16 does
     not: queries beyond 65504, next to small ones; values far below and above 1, by turns too."""
-    shape = Decode(3, 1, 4, 2, 150, 64, (150, 131, 97))
-    q, k, v = (x.astype(jnp.float32) for x in inputs(shape, "bfloat16"))
-    q = (q * jnp.asarray([1e6, 1e-3, 1e8, 1.0])[:, None]).astype("bfloat16")
-    k = k * jnp.asarray([1e-6, 1e-8])[:, None, None]
-    unit = jnp.asarray([1e-8, 1e8, 1e4])
-    by_turns = jnp.where(jnp.arange(shape.keys) % 3 == 0, 1.0, 1e-8)
-    v = (
-        v
-        * unit[:, None, None, None]
-        * jnp.stack([by_turns**0, by_turns**0, by_turns])[:, None, :, None]
-    )
-    mask = decode_mask(shape)
-    (k, k_scale, k_values), (v, v_scale, v_values) = (as_format(x, "float8_e4m3fn") for x in (k, v))
-    op = functools.partial(decode_attention, implementation=implementation)
-    out = run(
-        implementation, op, q, k, v, jnp.asarray(shape.lengths), k_scale=k_scale, v_scale=v_scale
-    )
-    expected = reference.attention(q, k_values, v_values, jnp.asarray(mask))
-    unit = unit[:, None, None, None]
-    np.testing.assert_allclose(np.float32(out) / unit, expected / unit, atol=TOLERANCE["bfloat16"])
-
-
-@parametrize(
-    ("implementation", "cache_format"),
-    [
-        *(("xla", "int8"), ("hopper", "float8_e4m3fn"), ("tpu", "int8")),
-        pytest.param("xla", "float8_e4m3fn", marks=LONG),
-        pytest.param("hopper", "int8", marks=LONG),
-        pytest.param("tpu", "float8_e4m3fn", marks=LONG),
-    ],
-)
-def test_prefill_from_a_quantised_cache(implementation, cache_format):
-    shape = Prefill(2, 20, 4, 2, 150, 64, 60)
-    q, k, v = inputs(shape, "bfloat16")
-    mask = prefill_mask(shape)
+    rng, lengths = np.random.default_rng(0), jnp.asarray([150, 131, 97])
+    q = 4 * rng.normal(size=(3, 1, 4, 64)) * np.array([1e6, 1e-3, 1e8, 1.0])[:, None]
+    q = jnp.asarray(q, jnp.bfloat16)
+    k, v = (rng.normal(size=(3, 2, 150, 64)) for _ in "kv")
+    k *= np.array([1e-6, 1e-8])[:, None, None]
+    unit = np.array([1e-8, 1e8, 1e4])[:, None, None, None]
+    v *= unit
+    v[2, :, np.arange(150) % 3 != 0] *= 1e-8
+    mask = jnp.arange(150) < lengths[:, None, None]
     (k, k_scale, k_values), (v, v_scale, v_values) = (
-        as_format(x, cache_format) for x in hide(k, v, mask)
-    )
-    if implementation != "xla":  # these kernels get a widened copy
-        k_values, v_values = k_values.astype(q.dtype), v_values.astype(q.dtype)
-    op = functools.partial(
-        prefill_attention,
-        q_offset=60,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        implementation=implementation,
-    )
-    check(run(implementation, op, q, k, v), q, k_values, v_values, mask)
-
-
-@parametrize(
-    ("implementation", "dtype"),
-    [("xla", "float32"), *(pytest.param(*run, marks=LONG) for run in RUNS[1:])],
-)
-def test_decode_is_the_last_row_of_prefill(implementation, dtype):
-    q, k, v = inputs(Prefill(2, 9, 8, 2, 9, 64), dtype)
-    whole = run(
-        implementation, functools.partial(prefill_attention, implementation=implementation), q, k, v
+        selfcheck.as_format(x.astype(np.float32), "float8_e4m3fn", rng) for x in (k, v)
     )
     op = functools.partial(decode_attention, implementation=implementation)
-    last = run(implementation, op, q[:, -2:], k, v, jnp.asarray([9, 9]))
-    np.testing.assert_allclose(np.float32(last), np.float32(whole[:, -2:]), atol=TOLERANCE[dtype])
+    with device_of(implementation):
+        out = jax.jit(op)(q, k, v, lengths, k_scale=k_scale, v_scale=v_scale)
+    expected = reference.attention(q, jnp.asarray(k_values), jnp.asarray(v_values), mask)
+    np.testing.assert_allclose(np.float32(out) / unit, expected / unit, atol=1.5e-2)
 
 
-@parametrize(("implementation", "dtype"), RUNS)
-def test_the_same_twice(implementation, dtype):
+@parametrize("implementation", DEVICES)
+def test_the_same_twice(implementation):
     """No result depends on the order in which blocks or threads finish."""
-    q, k, v = inputs(PREFILL["rows at different offsets"], dtype)
-    op = functools.partial(decode_attention, implementation=implementation)
-    first, second = (
-        run(implementation, op, q[:, :1], k, v, jnp.asarray([7, 300, 131])) for _ in range(2)
-    )
-    np.testing.assert_array_equal(np.float32(first), np.float32(second))
+    case = CASES["decode idle rows"]
+    with device_of(implementation):
+        operands = selfcheck.draw(case).operands
+        op = jax.jit(functools.partial(decode_attention, implementation=implementation))
+        first, second = (
+            np.float32(op(operands.q, operands.k, operands.v, operands.length)) for _ in range(2)
+        )
+    np.testing.assert_array_equal(first, second)
+
+
+@parametrize("implementation", ["hopper", "tpu"])
+def test_pages_as_long_as_the_queries(implementation):
+    """A pool with the shape of whole rows is a pool nevertheless."""
+    case = Case("prefill", (Row(prompt=1), Row(prompt=0)), 128, 1, 1, 128, 64, page_size=128)
+    with device_of(implementation):
+        assert compare(case, implementation, runs=1).right
+
+
+# Attention to two sets of keys ------------------------------------------------
+
+
+def rest_of(x, starts):
+    """x[B, K, S, H] from `starts[b]` on, as long as it was: what no query sees is at the end."""
+    rows = zip(x, starts.tolist(), strict=True)
+    return jnp.stack([jnp.roll(row, -start, axis=1) for row, start in rows])
+
+
+@parametrize("op", ["prefill", "decode"])
+@parametrize(
+    "implementation", ["xla", pytest.param("hopper", marks=LONG), pytest.param("tpu", marks=LONG)]
+)
+def test_parts_join_to_the_whole(implementation, op):
+    """The first keys of each row in one call, and the rest in another, as if they lay in two
+    caches."""
+    starts = jnp.asarray([130, 64, 0, 0])
+    rows = (Row(200), Row(64, 33), Row(0), Row(250, 0))
+    case = Case("prefill", rows, 40, 4, 2, 300, 64)
+    if op == "decode":
+        rows = tuple(Row(length - 1) for length in (290, 65, 40, 0))
+        case = Case("decode", rows, 1, 4, 2, 300, 64)
+    form = FORMATS[implementation][0]
+    case = dataclasses.replace(case, dtype=form, return_lse=True)
+    drawn = selfcheck.draw(case)
+    operands = jax.tree.map(jnp.asarray, drawn.operands)
+    shared: dict[str, Any] = {"return_lse": True, "implementation": implementation}
+
+    def attend(q, k, v, rest_k, rest_v):
+        if op == "decode":
+            offset, lengths = jnp.maximum(operands.length - 1, 0), None
+            second = decode_attention(q, rest_k, rest_v, operands.length - starts, **shared)
+        else:
+            offset, lengths = operands.q_offset, operands.lengths
+            options = {"q_offset": offset - starts, "lengths": lengths}
+            second = prefill_attention(q, rest_k, rest_v, **options, **shared)
+        options = {"q_offset": offset, "lengths": lengths, "kv_lengths": starts}
+        first = prefill_attention(q, k, v, **options, **shared)
+        lse = jnp.logaddexp(first[1], second[1])
+        shares = [jnp.exp(part[1] - lse)[..., None] for part in (first, second)]
+        out = first[0] * shares[0] + second[0] * shares[1]
+        return jnp.where(jnp.isneginf(lse)[..., None], 0, out), lse
+
+    q, k, v = operands.q, operands.k, operands.v
+    with device_of(implementation):
+        found = jax.jit(attend)(q, k, v, rest_of(k, starts), rest_of(v, starts))
+    assert selfcheck.difference([found], *selfcheck.expected_of(case, drawn)).right
+
+
+def test_a_gradient_of_a_part():
+    """XLA has it: in one block and in several."""
+    case = Case("prefill", (Row(100, None, 200), Row(0, None, 0)), 300, 2, 1, 290, 16)
+    for queries in (300, 40):
+        part = dataclasses.replace(case, queries=queries, dtype="float32")
+        drawn = selfcheck.draw(part)
+        operands = jax.tree.map(jnp.asarray, drawn.operands)
+
+        def attend(q, k, v, operands=operands):
+            limits = {"q_offset": operands.q_offset, "kv_lengths": operands.kv_lengths}
+            return prefill_attention(q, k, v, **limits, implementation="xla")
+
+        as_gradient = dataclasses.replace(part, op="gradient")
+        q = operands.q / 4
+        found = jax.vjp(attend, q, operands.k, operands.v)[1](selfcheck.d_out(q))
+        drawn = drawn._replace(operands=dataclasses.replace(operands, q=q))
+        expected, tolerated = selfcheck.expected_of(as_gradient, drawn)
+        assert selfcheck.difference([found], expected, tolerated).right

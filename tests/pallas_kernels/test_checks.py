@@ -206,25 +206,25 @@ def test_the_ops_check_their_arguments():
 @pytest.mark.parametrize("call", [prefill, decode])
 def test_good_arguments(call):
     """What the tests above start from is accepted."""
-    assert call()[0].dtype == jnp.bfloat16
-    assert call(**INT8, k_scale=SCALE, v_scale=SCALE)[1].dtype == jnp.int8
+    assert call().q.dtype == jnp.bfloat16
+    assert call(**INT8, k_scale=SCALE, v_scale=SCALE).k.dtype == jnp.int8
 
 
 def test_queries_past_the_visible_keys():
     """Their positions need not be any of the keys'."""
     found = prefill(q=zeros(B, 9, N, H), q_offset=[100, 0], kv_lengths=[8, 0], lengths=[9, 1])
-    assert found[-1].dtype == jnp.int32 and found[-1].tolist() == [8, 0]
+    assert found.kv_lengths.dtype == jnp.int32 and found.kv_lengths.tolist() == [8, 0]
 
 
 def test_lists_and_numpy_integers():
     """Arguments need not be JAX arrays. A NumPy integer is as static as one of Python: with it
     segments are allowed."""
-    length = decode(length=np.asarray([8, 3], np.uint8))[3]
-    assert length.dtype == jnp.int32 and (length == decode(length=[8, 3])[3]).all()
+    length = decode(length=np.asarray([8, 3], np.uint8)).length
+    assert length.dtype == jnp.int32 and (length == decode(length=[8, 3]).length).all()
     q, ids = zeros(B, S, N, H), [[1] * S] * B
     found = prefill(q=q, segment_ids=ids, q_offset=np.int64(0), lengths=[S, 1])
-    assert found[3] == 0 and isinstance(found[3], int)
-    assert found[5].shape == (B, S)
+    assert found.q_offset == 0 and isinstance(found.q_offset, int)
+    assert found.segment_ids.shape == (B, S) and found.lengths.tolist() == [S, 1]
 
 
 def test_a_numpy_offset_is_static():
@@ -236,9 +236,7 @@ def test_a_numpy_offset_is_static():
 def test_the_room_is_checked_inside_jit():
     """Shapes are known there, whatever the offset is."""
     with pytest.raises(ValueError, match="at least as many keys as queries, got 8 keys"):
-        jax.eval_shape(
-            lambda offset: prefill(q=zeros(B, 9, N, H), q_offset=offset)[0], jnp.int32(0)
-        )
+        jax.eval_shape(lambda offset: prefill(q=zeros(B, 9, N, H), q_offset=offset).q, jnp.int32(0))
 
 
 def test_values_are_not_checked_inside_jit():
@@ -246,3 +244,79 @@ def test_values_are_not_checked_inside_jit():
     kv = zeros(B, K, S, H)
     op = jax.jit(lambda q, offset: prefill_attention(q, kv, kv, q_offset=offset))
     assert op(zeros(B, T, N, H), jnp.int32(7)).shape == (B, T, N, H)
+
+
+# From a pool of pages ----------------------------------------------------------
+
+X, PAGE, P = 5, 8, 3
+
+
+def pool(**changes):
+    kv = zeros(X, K, PAGE, H)
+    usual = {"q": zeros(B, T, N, H), "k": kv, "v": kv, "page_table": jnp.zeros((B, P), int)}
+    return usual | changes
+
+
+WRONG_OF_POOLS = {
+    "other rows": ({"page_table": jnp.zeros((3, P), int)}, r"page_table must be B P.*\(3, 3\)"),
+    "no pages": ({"page_table": jnp.zeros((B, 0), int)}, r"page_table must be B P.*\(2, 0\)"),
+    "fractions": ({"page_table": jnp.zeros((B, P))}, "page_table must be integers"),
+    "segments": (
+        {"segment_ids": jnp.ones((B, T), int)},
+        "segment_ids do not go with a page_table",
+    ),
+    "an offset beyond the pages": (
+        {"q_offset": 25, "lengths": [0, 0]},
+        "q_offset must be from 0 to 24, the 24 positions of a row",
+    ),
+    "queries beyond the pages": (
+        {"q_offset": [20, 0], "lengths": [5, 6]},
+        "q_offset . lengths must be from 0 to 24.*got 6 to 25",
+    ),
+    "a sum beyond 8 bits": (
+        {
+            "q_offset": np.asarray([255, 0], np.uint8),
+            "lengths": np.asarray([6, 6], np.uint8),
+            "page_table": jnp.zeros((B, 32), int),
+        },
+        "q_offset . lengths must be from 0 to 256.*got 6 to 261",
+    ),
+    "without lengths all are real": (
+        {"q_offset": [19, 0]},
+        "q_offset must be from 0 to 18, the 24 keys less 6 queries",
+    ),
+    "more queries than positions": (
+        {"q": zeros(B, 25, N, H)},
+        "at least as many keys as queries, got 24 keys",
+    ),
+    "visible keys beyond the pages": (
+        {"kv_lengths": [25, 0], "q_offset": 99},
+        "kv_lengths must be from 0 to 24, the positions of a row",
+    ),
+    "scales of another pool": (
+        {name: jnp.zeros((X, K, PAGE, H), jnp.int8) for name in "kv"}
+        | {f"{name}_scale": jnp.zeros((B, K, 24)) for name in "kv"},
+        r"k_scale must be float32 and B K S, got scale.shape=\(2, 2, 24\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_OF_POOLS)
+def test_wrong_arguments_of_a_pool(name):
+    changes, message = WRONG_OF_POOLS[name]
+    with pytest.raises(ValueError, match=message):
+        check_prefill(**pool(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"q_offset": jnp.asarray([18, 24]), "lengths": jnp.asarray([6, 0])},
+        {"q": zeros(B, 30, N, H), "lengths": jnp.asarray([24, 1])},
+        {"q": zeros(B, 30, N, H), "q_offset": 99, "kv_lengths": jnp.asarray([24, 0])},
+    ],
+)
+def test_good_arguments_of_a_pool(changes):
+    """Queries past `lengths` may stand past the last page."""
+    assert check_prefill(**pool(**changes)).q.shape[0] == B

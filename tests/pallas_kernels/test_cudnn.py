@@ -1,6 +1,7 @@
 """Prefill through cuDNN: where it is chosen, and how chunks are put together from calls of it, with
 XLA's attention in its place. cuDNN itself runs on GPUs alone (`make test-gpu`)."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -9,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from swiftkv_jax.pallas_kernels import choice, cudnn, device, ops, prefill_attention
+from swiftkv_jax.pallas_kernels import AttentionSpec, choice, choose, cudnn, prefill_attention
+from swiftkv_jax.pallas_kernels import device as devices
 from swiftkv_jax.pallas_kernels.device import device_kernels
+from swiftkv_jax.pallas_kernels.selfcheck import Case, Row, compare, difference, draw, expected_of
+from tests.pallas_kernels.cases import CHUNKS, PREFILL, case_of
 from tests.pallas_kernels.cudnn_stand_in import attend
-from tests.pallas_kernels.interpreted import on_hardware, under
-from tests.pallas_kernels.operands import check, chunk_inputs, hide, inputs, prefill_mask
-from tests.pallas_kernels.shapes import CHUNKS, PREFILL, Chunks, Prefill
+from tests.pallas_kernels.interpreted import device, on_hardware, under
 
 parametrize = pytest.mark.parametrize
 SIZES = {"one call": (2048, 256, 8192), "many": (96, 96, 50), "of two sizes": (300, 100, 50)}
@@ -22,7 +24,7 @@ SIZES = {"one call": (2048, 256, 8192), "many": (96, 96, 50), "of two sizes": (3
 SHORT = {"pages of 7", "ragged rows at different offsets"}
 
 
-def cases(names) -> list:
+def combinations(names) -> list:
     """(name, sizes) of each combination. All but the most telling are `long`."""
     return [
         pytest.param(
@@ -33,39 +35,34 @@ def cases(names) -> list:
     ]
 
 
-def chunk(*operands, sizes, attend=attend, q_offset, **options):
+def check(case: Case, sizes: str, attend=attend):
+    """The chunk of `case`, put together from calls of `attend`, is the reference's."""
+    drawn = draw(dataclasses.replace(case, return_lse=False))
+    operands = jax.tree.map(jnp.asarray, drawn.operands)
+    found = jax.jit(functools.partial(chunk, sizes=sizes, attend=attend))(operands)
+    case = dataclasses.replace(case, return_lse=False)
+    assert difference([found], *expected_of(case, drawn)).right
+
+
+def chunk(operands, *, sizes, attend=attend):
     queries, few, context = SIZES[sizes]
     most = {"most_queries": queries, "few_queries": few, "most_context": context}
-    call = functools.partial(cudnn.chunk, attend=attend, **most)
-    options = {"lengths": None} | options
-    return jax.jit(call)(*operands, q_offset, **options)
+    return cudnn.chunk(operands, attend=attend, **most)
 
 
 # Chunks -----------------------------------------------------------------------
 
+ROWS = [name for name in PREFILL if any(row.position for row in PREFILL[name].rows)]
 
-@parametrize(("name", "sizes"), cases(CHUNKS))
-def test_chunks_in_a_pool(name, sizes):
-    operands, options, expected = chunk_inputs(CHUNKS[name], "float32", "float32")
-    check(chunk(*operands, sizes=sizes, **options), *expected)
+
+@parametrize(("name", "sizes"), combinations([*CHUNKS, *ROWS]))
+def test_chunks(name, sizes):
+    check(case_of(name, "float32"), sizes)
 
 
 @parametrize("cache_format", ["float8_e4m3fn", "int8"])
 def test_formats_of_a_cache(cache_format):
-    operands, options, (q, k, v, mask) = chunk_inputs(CHUNKS["of one prompt"], cache_format)
-    out = chunk(*operands, sizes="many", **options)
-    check(out, q, k.astype(q.dtype), v.astype(q.dtype), mask)
-
-
-@parametrize(("name", "sizes"), cases(name for name, shape in PREFILL.items() if shape.offset))
-def test_rows_after_a_cache(name, sizes):
-    shape = PREFILL[name]
-    q, k, v = inputs(shape, "float32")
-    mask = prefill_mask(shape)
-    k, v = hide(k, v, mask)
-    lengths = None if shape.lengths is None else jnp.asarray(shape.lengths)
-    offset = jnp.broadcast_to(jnp.asarray(shape.offset), shape.batch)
-    check(chunk(q, k, v, sizes=sizes, q_offset=offset, lengths=lengths), q, k, v, mask)
+    check(case_of("of one prompt", cache_format), "many")
 
 
 # Rows of 4 queries: of prompt a from position 8 on, the last with 1 query; an idle one; of prompt b
@@ -120,16 +117,15 @@ def test_calls(name, sizes, calls):
         jax.debug.callback(lambda seen: made.append((k.shape[1], int(seen[0]))), keys)
         return attend(q, k, v, queries, keys, causal=causal)
 
-    operands, options, expected = chunk_inputs(CHUNKS[name], "float32", "float32")
-    check(chunk(*operands, sizes=sizes, attend=counted, **options), *expected)
+    check(case_of(name, "float32"), sizes, counted)
     jax.effects_barrier()
     assert sorted(made) == sorted(calls)
 
 
 def test_idle_rows_alone():
-    operands, options, _ = chunk_inputs(CHUNKS["of one prompt"], "float32", "float32")
-    options["lengths"] = jnp.zeros_like(options["lengths"])
-    assert not np.any(chunk(*operands, sizes="many", **options))
+    operands = draw(case_of("of one prompt", "float32")).operands
+    operands = dataclasses.replace(operands, lengths=jnp.zeros(3, jnp.int32))
+    assert not np.any(chunk(jax.tree.map(jnp.asarray, operands), sizes="many"))
 
 
 def test_logarithms_need_float32():
@@ -140,11 +136,10 @@ def test_logarithms_need_float32():
         out, lse = attend(*operands, **options)
         return out, lse.astype(jnp.bfloat16).astype(jnp.float32)
 
-    shape = Chunks(1, 16, 2, 1, 640, 64, (600,), (16,), 128, (0,))
-    operands, options, expected = chunk_inputs(shape, "bfloat16")
-    check(chunk(*operands, sizes="many", **options), *expected)
+    case = Case("prefill", (Row(600, 16),), 16, 2, 1, 640, 64, page_size=128)
+    check(case, "many")
     with pytest.raises(AssertionError):
-        check(chunk(*operands, sizes="many", attend=rounded, **options), *expected)
+        check(case, "many", rounded)
 
 
 # Choice -----------------------------------------------------------------------
@@ -154,12 +149,11 @@ def like(*shape, dtype="bfloat16"):
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
-TABLE = like(16, 64, dtype="int32")
-
-
-def operands(op="prefill", head_dim=128, dtype="bfloat16", cache=None):
+def spec(op: Any = "prefill", head_dim=128, dtype="bfloat16", cache=None, paged=True, packed=False):
+    """A chunk of an engine, or a step of decoding."""
+    table = like(16, 64, dtype="int32") if paged else None
     q = like(16, 128 if op == "prefill" else 1, 32, head_dim, dtype=dtype)
-    return q, like(4096, 8, 128, head_dim, dtype=cache or dtype)
+    return AttentionSpec(op, q, like(4096, 8, 128, head_dim, dtype=cache or dtype), table, packed)
 
 
 @pytest.fixture
@@ -184,19 +178,15 @@ CHOSEN: dict[str, tuple[str, dict[str, Any], str]] = {  # device, changes of the
 @parametrize("name", CHOSEN)
 def test_none_chooses(name, installed):
     machine, changes, chosen = CHOSEN[name]
-    with under(machine):
-        found = ops.choose_implementation(
-            changes.get("op", "prefill"), None, *operands(**changes), page_table=TABLE
-        )
-    assert found == chosen
+    assert choose(device(machine), spec(**changes)).implementation == chosen
 
 
 def test_none_does_not_choose_what_is_not_installed(monkeypatch):
     monkeypatch.setattr(choice, "cudnn_version", lambda: None)
-    with under("A100"):
-        assert ops.choose_implementation("prefill", None, *operands(), page_table=TABLE) == "xla"
-        with pytest.raises(NotImplementedError, match="needs cuDNN, which JAX does not find"):
-            ops.choose_implementation("prefill", "cudnn", *operands(), page_table=TABLE)
+    reason = "needs cuDNN, which JAX does not find"
+    assert choose(device("A100"), spec()) == ("xla", None, reason)
+    with pytest.raises(NotImplementedError, match=reason):
+        choose(device("A100"), spec(), "cudnn")
 
 
 @parametrize(
@@ -221,22 +211,23 @@ def test_kinds_of_gpus(kind, name):
 
 def test_hopper_under_a_cuda_that_miscompiles_its_kernels(monkeypatch):
     for version, name in ((13000, "hopper"), (12080, "cudnn")):
-        monkeypatch.setattr(device, "cuda_runtime_version", lambda version=version: version)
+        monkeypatch.setattr(devices, "cuda_runtime_version", lambda version=version: version)
         assert device_kernels("gpu", "NVIDIA H100 80GB HBM3") == name
 
 
-def test_a_name_is_refused_with_the_reason(installed):
-    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-        ({"head_dim": 256}, {}, "multiples of 8 up to 128 here"),
-        ({"dtype": "float32"}, {}, "takes bfloat16 or float16"),
-        ({"cache": "float16"}, {}, "takes operands of one dtype"),
-        ({}, {"segment_ids": like(16, 128, dtype="int32")}, "takes no segment_ids"),
-        ({"op": "decode"}, {"page_table": TABLE}, "takes no page_table in decode"),
-    ]
-    for changes, options, message in cases:
-        op = changes.get("op", "prefill")
-        with under("A100"), pytest.raises(NotImplementedError, match=message):
-            ops.choose_implementation(op, "cudnn", *operands(**changes), **options)
+@parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim": 256}, "multiples of 8 up to 128 here"),
+        ({"dtype": "float32"}, "takes bfloat16 or float16"),
+        ({"cache": "float16"}, "takes operands of one dtype"),
+        ({"packed": True}, "takes no segment_ids"),
+        ({"op": "decode"}, "takes no page_table in decode"),
+    ],
+)
+def test_a_name_is_refused_with_the_reason(changes, message, installed):
+    with pytest.raises(NotImplementedError, match=message):
+        choose(device("A100"), spec(**changes), "cudnn")
 
 
 def test_no_gradient_of_a_chunk(installed):
@@ -266,13 +257,9 @@ hardware = pytest.mark.skipif(not on_hardware("cudnn"), reason="needs an NVIDIA 
 
 @pytest.mark.hardware
 @hardware
-@parametrize("name", ["8B", "square, several blocks", "ragged rows"])
+@parametrize("name", ["whole rows", "several blocks", "ragged rows"])
 def test_whole_rows(name):
-    shape = PREFILL[name]
-    q, k, v = inputs(shape, "bfloat16")
-    lengths = None if shape.lengths is None else jnp.asarray(shape.lengths)
-    out = prefill_attention(q, k, v, lengths=lengths, implementation="cudnn")
-    check(out, q, k, v, prefill_mask(shape))
+    assert compare(case_of(name, "bfloat16"), "cudnn").right
 
 
 @pytest.mark.hardware
@@ -280,15 +267,15 @@ def test_whole_rows(name):
 @parametrize("sizes", SIZES)
 @parametrize("name", CHUNKS)
 def test_chunks_by_cudnn(name, sizes):
-    inputs, options, expected = chunk_inputs(CHUNKS[name], "bfloat16")
-    check(chunk(*inputs, sizes=sizes, attend=cudnn.attend, **options), *expected)
+    check(case_of(name, "bfloat16"), sizes, cudnn.attend)
 
 
 @pytest.mark.hardware
 @hardware
 def test_a_part_by_cudnn_is_that_of_xla():
     """Its output and its logarithms, whose base and mask the parts are joined by."""
-    q, k, v = inputs(Prefill(1, 300, 8, 2, 300, 128), "bfloat16")
+    operands = draw(Case("prefill", (Row(),), 300, 8, 2, 300, 128)).operands
+    q, k, v = (jnp.asarray(x) for x in (operands.q, operands.k, operands.v))
     k, v = (x.swapaxes(1, 2) for x in (k, v))
     for causal, queries, keys in ((True, 201, 201), (False, 201, 77)):
         lengths = jnp.asarray([queries], jnp.int32), jnp.asarray([keys], jnp.int32)

@@ -146,3 +146,19 @@ def test_a_plan_of_other_shapes_is_refused():
         jax.eval_shape(lambda *x: decode_attention(*x[:4], plan=x[4]), q, k, v, length, plan)
         with pytest.raises(ValueError, match="plan is for 2 rows .* this call has 3 rows"):
             jax.eval_shape(lambda *x: decode_attention(*x[:4], plan=x[4]), *other, plan)
+
+
+def test_a_plan_is_for_one_window():
+    q, k = jnp.zeros((2, 1, 8, 64), jnp.bfloat16), jnp.zeros((2, 2, 512, 64), jnp.bfloat16)
+    length = jnp.asarray([512, 100])
+    with under("H200"):
+        plan = plan_decode(q, k, length, window=70)
+        assert plan is not None and plan.window == 70
+        ends = [[0, 442 // plan.tile, 512 // plan.tile], [1, 30 // plan.tile, -(-100 // plan.tile)]]
+        np.testing.assert_array_equal(plan.entries[:2], ends)
+        for window in (None, 71):
+            call = functools.partial(decode_attention, q, k, k, length, window=window)
+            with pytest.raises(ValueError, match=f"plan is for window=70, .* window={window}"):
+                jax.eval_shape(lambda plan, call=call: call(plan=plan), plan)
+        unhidden = plan_decode(q, k, length, window=512)
+        assert unhidden is not None and unhidden.window is None

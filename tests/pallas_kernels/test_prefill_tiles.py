@@ -2,30 +2,19 @@
 results where a thread block works on many tiles and where two share their loads."""
 
 import functools
-from typing import Any
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from swiftkv_jax.pallas_kernels import choice, ops, prefill_attention, reference
+from swiftkv_jax.pallas_kernels import choice, prefill_attention
 from swiftkv_jax.pallas_kernels.hopper import prefill_tiles
 from swiftkv_jax.pallas_kernels.hopper.prefill import Tuning
-from tests.pallas_kernels.interpreted import under
-from tests.pallas_kernels.operands import (
-    check,
-    check_with_lse,
-    chunk_inputs,
-    context_inputs,
-    hide,
-    inputs,
-    prefill_mask,
-    run,
-    segments,
-)
-from tests.pallas_kernels.shapes import CHUNKS, PREFILL, SEGMENTS, Prefill
-from tests.pallas_kernels.test_parts import KEYS
+from swiftkv_jax.pallas_kernels.selfcheck import Case, Row, compare
+from tests.pallas_kernels.cases import CASES, case_of, runs
+from tests.pallas_kernels.interpreted import device, device_of, under
 
 # Blocks of 64 keys, so that most tiles have several.
 TUNINGS = {
@@ -37,23 +26,23 @@ SHORT = {
     ("both", "ragged rows at different offsets"),
     ("persistent", "documents across blocks"),
     ("multicast", "4 queries a head, odd"),
-    ("both", "*pages, a window"),
+    ("both", "part of pages, window 65"),
 }
 
 
-def cases(shapes) -> list:
-    """(name of a tuning, name of a shape) of each combination that the kernel takes, those marked
-    that are `long`."""
+def cases() -> list:
+    """(name of a tuning, name of a case) of each combination that the kernel takes; all but the
+    most telling are `long`."""
     found = []
-    for tuning in TUNINGS:
-        for name, shape in shapes.items():
-            shape = shape[0] if shapes is SEGMENTS else shape
-            if shape.head_dim == 256 and TUNINGS[tuning].persistent:
-                continue
-            if shape.heads // shape.kv_heads % 2 and TUNINGS[tuning].multicast:
-                continue
-            marks = [] if (tuning, name) in SHORT else [pytest.mark.long]
-            found.append(pytest.param(tuning, name, marks=marks))
+    for tuning, (name, case) in itertools.product(TUNINGS, CASES.items()):
+        if not runs("hopper", "bfloat16", name) or case.op == "decode":
+            continue
+        if case.head_dim == 256 and TUNINGS[tuning].persistent:
+            continue
+        if case.heads // case.kv_heads % 2 and TUNINGS[tuning].multicast:
+            continue
+        marks = [] if (tuning, name) in SHORT else [pytest.mark.long]
+        found.append(pytest.param(tuning, name, marks=marks))
     return found
 
 
@@ -62,17 +51,6 @@ def two_multiprocessors(request, monkeypatch):
     """Two thread blocks, or a cluster of two, work on all tiles, on a GPU too."""
     if "tuning" in request.fixturenames:
         monkeypatch.setattr(prefill_tiles, "num_multiprocessors", lambda: 2)
-
-
-def attend(tuning: str, *operands, window: Any = None, return_lse: Any = False, **options):
-    op = functools.partial(
-        prefill_attention,
-        window=window,
-        return_lse=return_lse,
-        implementation="hopper",
-        tuning=TUNINGS[tuning],
-    )
-    return run("hopper", op, *operands, **options)
 
 
 # The order of the tiles -------------------------------------------------------
@@ -159,78 +137,18 @@ def test_the_table_is_for_any_heads(monkeypatch):
     """An entry with multicast, which the tuner measures with 4 queries a head."""
     monkeypatch.setattr(choice, "tuning_for", lambda *_: Tuning(multicast=True))
     for heads, multicast in ((8, True), (14, False), (2, False)):
-        with under("H100"):
-            q, k = like(1, 512, heads, 128), like(1, 2, 512, 128)
-            assert ops.find_tuning("hopper", "prefill", q, k) == Tuning(multicast=multicast)
-            assert ops.choose_implementation("prefill", None, q, k) == "hopper"
+        case = Case("prefill", (Row(),), 512, heads, 2, 512, 128)
+        found = choice.choose(device("H100"), case.spec)
+        assert found == ("hopper", Tuning(multicast=multicast), None)
 
 
 # Results ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("tuning", "name"), cases(PREFILL))
-def test_prefill(tuning, name):
-    shape = PREFILL[name]
-    q, k, v = inputs(shape, "bfloat16")
-    mask = prefill_mask(shape)
-    k, v = hide(k, v, mask)
-    options: dict[str, Any] = {}
-    if shape.lengths is not None:
-        options["lengths"] = jnp.asarray(shape.lengths)
-    if shape.offset != 0:
-        options["q_offset"] = jnp.asarray(shape.offset)
-    check(attend(tuning, q, k, v, **options), q, k, v, mask)
-
-
-@pytest.mark.parametrize(("tuning", "name"), cases(SEGMENTS))
-def test_segments(tuning, name):
-    shape, documents = SEGMENTS[name]
-    q, k, v = inputs(shape, "bfloat16")
-    ids = segments(shape, documents)
-    mask = prefill_mask(shape) & (ids[:, :, None] == ids[:, None, :])
-    check(attend(tuning, q, k, v, segment_ids=jnp.asarray(ids)), q, k, v, mask)
-
-
-@pytest.mark.parametrize(
-    ("tuning", "name"),
-    cases({name: shape for name, shape in CHUNKS.items() if shape.page % 64 == 0}),
-)
-def test_chunks_in_a_pool(tuning, name):
-    operands, options, (q, k, v, mask) = chunk_inputs(CHUNKS[name], "bfloat16")
-    check(attend(tuning, *operands, **options), q, k, v, mask)
-
-
-@pytest.mark.parametrize(("tuning", "name"), cases({name: part[0] for name, part in KEYS.items()}))
-def test_a_part_of_the_keys(tuning, name):
-    """With log-sum-exps."""
-    shape, window = KEYS[name]
-    operands, options, expected = context_inputs(shape, "bfloat16", window=window, spare=jnp.nan)
-    found = attend(tuning, *operands, **options, window=window, return_lse=True)
-    check_with_lse(found, *expected)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("tuning", TUNINGS)
-def test_log_sum_exps(tuning):
-    """Whole rows with a gradient: several tiles a block, and the sums that the backward needs."""
-    shape = Prefill(2, 300, 4, 2, 300, 64)
-    q, k, v = inputs(shape, "bfloat16")
-    weights = jnp.asarray(np.random.default_rng(2).normal(size=q.shape), q.dtype)
-
-    def gradient(attention: Any):
-        def loss(q, k, v):
-            return (attention(q, k, v).astype(jnp.float32) * weights.astype(jnp.float32)).sum()
-
-        return jax.grad(loss, argnums=(0, 1, 2))
-
-    q /= 4
-    mask = jnp.asarray(prefill_mask(shape))
-    expected = gradient(lambda q, k, v: reference.attention(q, k, v, mask))(
-        *(x.astype(jnp.float32) for x in (q, k, v))
-    )
-    op: Any = functools.partial(prefill_attention, implementation="hopper", tuning=TUNINGS[tuning])
-    found = run("hopper", gradient(op), q, k, v)
-    for got, wanted in zip(found, expected, strict=True):
-        np.testing.assert_allclose(
-            np.float32(got), wanted, atol=2e-2 * float(jnp.abs(wanted).max())
-        )
+@pytest.mark.parametrize(("tuning", "name"), cases())
+def test_results(tuning, name):
+    """Also gradients, for which log-sum-exps are kept."""
+    with device_of("hopper"):
+        case = case_of(name, "bfloat16")
+        found = compare(case, "hopper", runs=1, tuning=TUNINGS[tuning])
+    assert found.right, found

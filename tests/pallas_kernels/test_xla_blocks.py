@@ -1,25 +1,21 @@
 """Attention in XLA in the blocks that suit a GPU: their sizes, and the same results. The programs
 are traced for a GPU and run on the CPU."""
 
+import dataclasses
 import functools
+import math
+import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from swiftkv_jax.pallas_kernels import decode_attention, prefill_attention, reference
+from swiftkv_jax.pallas_kernels import prefill_attention
+from swiftkv_jax.pallas_kernels.selfcheck import Case, Row, compare
 from swiftkv_jax.pallas_kernels.xla_blocks import decode_keys, prefill_blocks
+from tests.pallas_kernels import cases
 from tests.pallas_kernels.interpreted import under
-from tests.pallas_kernels.operands import (
-    check,
-    chunk_inputs,
-    decode_inputs,
-    inputs,
-    prefill_mask,
-    segments,
-)
-from tests.pallas_kernels.shapes import DECODE, Chunks, Prefill
 
 BF16 = 2
 
@@ -48,43 +44,62 @@ def test_blocks_of_decode(platform, rows, keys):
     assert decode_keys(platform, rows * 8 * 128 * BF16) == keys
 
 
-ROWS = Prefill(1, 600, 32, 2, 600, 8)  # two blocks of queries and of keys
+DOCUMENTS = Case("gradient", (Row(documents=(310, 20, 200)),), 600, 32, 2, 600, 8)
+CASES = {
+    "documents": dataclasses.replace(DOCUMENTS, op="prefill"),
+    "gradient of documents": DOCUMENTS,  # two blocks of queries and of keys
+    # Two blocks of 9 pages, of which the second row sees one.
+    "chunks in a pool": Case(
+        "prefill", (Row(2100, 128), Row(0, 100)), 128, 32, 2, 2304, 8, page_size=128
+    ),
+    **{
+        name: cases.CASES[name]
+        for name in (
+            "decode idle rows",
+            "decode several tokens",
+            "decode pages, most of them unused",
+        )
+    },
+}
 
 
-def run(op, *operands, **options):
+@pytest.mark.parametrize("name", CASES)
+def test_results(name):
+    case = dataclasses.replace(CASES[name], dtype="float32")
     with under("A100"):
-        return jax.jit(functools.partial(op, implementation="xla"))(*operands, **options)
+        assert compare(case, "xla", runs=1).right
 
 
-def test_documents_and_their_gradient():
-    q, k, v = inputs(ROWS, "float32")
-    q /= 4
-    ids = jnp.asarray(segments(ROWS, ((310, 20, 200),)))
-    mask = jnp.asarray(prefill_mask(ROWS) & np.asarray(ids[:, :, None] == ids[:, None, :]))
-    d_out = jnp.asarray(np.random.default_rng(2).normal(size=q.shape), "float32")
-
-    def gradient(q, k, v, implementation):
-        def attend(q, k, v):
-            return prefill_attention(q, k, v, segment_ids=ids, implementation=implementation)
-
-        out, pull = jax.vjp(attend, q, k, v)
-        return out, *pull(d_out)
-
-    out, *found = run(gradient, q, k, v)
-    check(out, q, k, v, mask)
-    expected = jax.vjp(functools.partial(reference.attention, mask=mask), q, k, v)[1](d_out)
-    for got, wanted in zip(found, expected, strict=True):
-        np.testing.assert_allclose(got, wanted, atol=1e-5 * float(jnp.abs(wanted).max()))
+def like(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def test_chunks_in_a_pool():
-    """Two blocks of 9 pages, of which the second row sees one."""
-    shape = Chunks(2, 128, 32, 2, 2304, 8, (2100, 0), (128, 100), 128, (0, 1))
-    operands, options, expected = chunk_inputs(shape, "float32", "float32")
-    check(run(prefill_attention, *operands, **options), *expected)
-
-
-@pytest.mark.parametrize("name", ["idle rows", "several tokens", "page table, most of it unused"])
-def test_decode(name):
-    operands, options, expected = decode_inputs(DECODE[name], "float32", "float32")
-    check(run(decode_attention, *operands, **options), *expected)
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_the_pool_stays_where_it_is(dtype):
+    """XLA reads one block of pages after the other: there is no copy of the pool, nor of a row's
+    pages."""
+    batch, queries, pool, page, pages, N, K, H = 4, 128, 1024, 128, 64, 4, 2, 64
+    kv = like(pool, K, page, H, dtype=jnp.dtype(dtype))
+    scale = like(pool, K, page, dtype=jnp.float32)
+    options: dict[str, Any] = {"page_table": like(batch, pages, dtype=jnp.int32)} | {
+        name: like(batch, dtype=jnp.int32) for name in ("q_offset", "lengths")
+    }
+    if dtype == "int8":
+        options |= {"k_scale": scale, "v_scale": scale}
+    op = functools.partial(prefill_attention, implementation="xla")
+    compiled = jax.jit(op).lower(like(batch, queries, N, H), kv, kv, **options).compile()
+    row = K * page * pages * H  # elements
+    sizes = [
+        math.prod(map(int, shape.split(",")))
+        for shape, operation in re.findall(
+            r"= \w+\[([\d,]+)\]\S* ([\w-]+)\(", str(compiled.as_text())
+        )
+        if operation not in ("parameter", "get-tuple-element")
+    ]
+    assert sizes
+    assert max(sizes) < row
+    memory = compiled.memory_analysis()
+    assert (
+        memory is not None
+        and memory.temp_size_in_bytes < pool * K * page * H * kv.dtype.itemsize / 2
+    )

@@ -34,7 +34,6 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from ..device import HEAD_DIMS
 from .backward_block import LOG2E, REGISTERS, ROWS
 from .backward_dkv import dkv as gradient_of_kv
 from .backward_dq import dq as gradient_of_q
@@ -113,7 +112,7 @@ def attention_grad(
     attends only to its own document, with `window` only to the last so many positions. TMA needs T
     to be a multiple of 8: q, k, v and d_out are padded (copied) where it is not.
     """
-    _check(q, k, v, segment_ids, out, lse, d_out, tuning)
+    tuning.check(q.shape[3])
     length = q.shape[1]
     delta = jnp.einsum("BTNH,BTNH->BNT", out, d_out, preferred_element_type=jnp.float32)
     multiple = math.lcm(ROWS * tuning.dq_warpgroups, tuning.dkv_block_q)
@@ -123,28 +122,3 @@ def attention_grad(
     dq = gradient_of_q(q, k, v, segment_ids, d_out, lse, delta, tuning, window)
     dk, dv = gradient_of_kv(q, k, v, segment_ids, d_out, lse, delta, tuning, window)
     return dq[:, :length], dk[:, :, :length], dv[:, :, :length]
-
-
-def _check(q, k, v, segment_ids, out, lse, d_out, tuning):
-    batch, length, heads, head_dim = q.shape
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(f"{q.dtype=} is not supported; supported: bfloat16, float16")
-    if head_dim not in HEAD_DIMS:
-        raise NotImplementedError(f"{head_dim=} is not supported; supported: {HEAD_DIMS}")
-    if heads % k.shape[1] or k.shape != (batch, k.shape[1], length, head_dim) or v.shape != k.shape:
-        raise ValueError(
-            f"k and v must be B K T H with K a divisor of N, got {q.shape=}, {k.shape=}, {v.shape=}"
-        )
-    if out.shape != q.shape or d_out.shape != q.shape or lse.shape != (batch, heads, length):
-        raise ValueError(
-            f"out and d_out must be B T N H and lse B N T, got {q.shape=}, {out.shape=}, "
-            f"{d_out.shape=}, {lse.shape=}"
-        )
-    if segment_ids is not None and segment_ids.shape != (batch, length):
-        raise ValueError(f"segment_ids must be B T, got {segment_ids.shape=} and {q.shape=}")
-    if {x.dtype for x in (k, v, d_out)} != {q.dtype}:
-        raise ValueError(
-            f"q, k, v and d_out must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}, "
-            f"{d_out.dtype}"
-        )
-    tuning.check(head_dim)

@@ -41,9 +41,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float
 
 from ..decode_plan import DecodePlan, make_plan
+from ..operands import AttentionOperands
 from .decode_combine import (
     UNSEEN,
     combine,
@@ -55,19 +56,15 @@ from .decode_combine import (
 from .decode_tuning import LEAST_TILES, Tuning, fit, splits, unsupported_reason
 from .padding import pad
 
+__all__ = ["Tuning", "attention", "plan", "unsupported_reason"]
+
 _LEAST = 2.0**-100  # numbers below it count as it where their inverse must be finite
 _LAYOUT = plgpu.Layout.WGMMA
 _Accumulator = plgpu.WGMMAAccumulatorRef
 
 
 def attention(
-    q: Float[Array, "B T N H"],
-    k: Num[Array, "B K S H"] | Num[Array, "X K page H"],
-    v: Num[Array, "B K S H"] | Num[Array, "X K page H"],
-    length: Int[Array, " B"],
-    k_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
-    v_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
-    page_table: Int[Array, "B P"] | None = None,
+    operands: AttentionOperands,
     work: DecodePlan | None = None,
     *,
     tuning: Tuning,
@@ -84,13 +81,13 @@ def attention(
     `plan` of these operands. With `return_lse` also the logarithm of each query's sum of
     exponentials, -inf where it sees nothing.
     """
+    q, k, v, length = operands.q, operands.k, operands.v, operands.length
+    k_scale, v_scale, page_table = operands.k_scale, operands.v_scale, operands.page_table
     B, T, N, H = q.shape
     K, S, G = k.shape[1], k.shape[2], N // k.shape[1]
-    if reason := unsupported_reason(q, k, page_table, tuning):
-        raise NotImplementedError(f"decode attention on Hopper {reason}")
     tuning = fit(tuning, H, T * G, k.dtype.itemsize, None if page_table is None else S)
     if work is None:
-        work = plan(q, k, length, page_table, tuning=tuning, window=window)
+        work = plan(operands, tuning=tuning, window=window)
     if work.window != window:
         raise ValueError(
             f"plan is for window={work.window}, this call has {window=}: make one for each window"
@@ -151,24 +148,15 @@ def attention(
     return out, None if lse is None else lse.reshape(B, K, T, G).swapaxes(1, 2).reshape(B, T, N)
 
 
-def plan(
-    q,
-    k,
-    length: Int[Array, " B"],
-    page_table: Int[Array, "B P"] | None = None,
-    *,
-    tuning: Tuning,
-    window: int | None = None,
-) -> DecodePlan:
-    """The work list of `attention` of these operands. Of q and k only shapes and dtypes count."""
-    (_, T, N, H), (K, S) = q.shape, k.shape[1:3]
-    page = None if page_table is None else S
-    tile = fit(tuning, H, T * (N // K), k.dtype.itemsize, page).block_kv
-    room = pl.cdiv(S if page_table is None else S * page_table.shape[1], tile)
+def plan(operands: AttentionOperands, *, tuning: Tuning, window: int | None = None) -> DecodePlan:
+    """The work list of `attention` of these operands. Only their `length` has to be an array."""
+    (_, T, N, H), (K, S) = operands.q.shape, operands.k.shape[1:3]
+    page = None if operands.page_table is None else S
+    tile = fit(tuning, H, T * (N // K), operands.k.dtype.itemsize, page).block_kv
     return make_plan(
-        length,
+        operands.length,
         tile=tile,
-        room=room,
+        room=pl.cdiv(operands.keys, tile),
         splits=splits(K),
         least=LEAST_TILES,
         window=window,

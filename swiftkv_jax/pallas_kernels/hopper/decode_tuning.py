@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ..device import HEAD_DIMS
+from ..operands import AttentionSpec
 
 _SMS = 132
 _MAX_SHARED_BYTES = 227 * 1024
@@ -48,29 +47,20 @@ class Tuning:
             )
 
 
-def unsupported_reason(q, k, page_table, tuning: Tuning) -> str | None:
-    """Why the kernel cannot run on operands of these shapes and dtypes; None if it can. The caller
-    has checked that they fit together."""
+def unsupported_reason(spec: AttentionSpec, tuning: Tuning) -> str | None:
+    """Why the kernel cannot run such a call; None if it can. Head dim and dtype are right."""
+    q, k = spec.q, spec.k
     (_, T, N, H), (K, page) = q.shape, k.shape[1:3]
     rows = T * (N // K)
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"takes bfloat16 or float16, got {q.dtype=}"
-    if k.dtype not in (q.dtype, jnp.int8, jnp.float8_e4m3fn):
-        return (
-            f"takes keys in the dtype of q, or int8 or float8_e4m3fn with scales; got "
-            f"{k.dtype=}, {q.dtype=}"
-        )
-    if H not in HEAD_DIMS:
-        return f"takes head dims {HEAD_DIMS}, got {q.shape=}"
     if rows > _ROWS:
         return (
             f"takes at most {_ROWS} queries per key/value head (T N / K), got {rows} with "
             f"{q.shape=}, {k.shape=}"
         )
-    if page_table is not None and page % 64:
+    if spec.page_table is not None and page % 64:
         return f"takes pages of a multiple of 64 positions, got {page} with {k.shape=}"
     try:
-        fit(tuning, H, rows, k.dtype.itemsize, None if page_table is None else page)
+        fit(tuning, H, rows, k.dtype.itemsize, None if spec.page_table is None else page)
     except NotImplementedError as error:
         return str(error)
     return None

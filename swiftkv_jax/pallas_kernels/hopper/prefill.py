@@ -33,9 +33,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from .. import segments
+from ..operands import AttentionOperands
 from .padding import pad
 from .prefill_tiles import Ring, Tile, drain, full_from, launch, load_keys_and_values, tile_at, walk
 from .prefill_tuning import CLUSTER, CONSUMERS, Tuning, fit, for_heads, unsupported_reason
@@ -50,40 +51,31 @@ _LANES = 8  # columns after which the threads of _TILE repeat: the width of a ro
 
 
 def attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"] | Float[Array, "X K page H"],
-    v: Float[Array, "B K S H"] | Float[Array, "X K page H"],
-    offset: Int[Array, "B"] | None,
-    lengths: Int[Array, "B"] | None,
-    segment_ids: Int[Array, "B T"] | None,
-    page_table: Int[Array, "B P"] | None = None,
-    kv_lengths: Int[Array, "B"] | None = None,
+    operands: AttentionOperands,
     *,
     tuning: Tuning,
     window: int | None = None,
     save_lse: bool = False,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"] | None]:
-    """Attention of query t of row b to the keys s <= offset[b] + t, if t < lengths[b]; otherwise
-    zeros. Without `offset` that is 0, without `lengths` all queries are real: a block then starts
+    """Attention of query t of row b to the keys s <= q_offset[b] + t, if t < lengths[b]; otherwise
+    zeros. Without `q_offset` that is 0, without `lengths` all queries are real: a block then starts
     its loads without reading either first.
 
-    With `segment_ids` (then S = T and offset = 0) only to those of its own document, with `window`
-    only to the last so many. `offset[b] + T <= S`; keys and values that no query sees may be
+    With `segment_ids` (then S = T and no offset) only to those of its own document, with `window`
+    only to the last so many. `q_offset[b] + T <= S`; keys and values that no query sees may be
     anything finite. With `save_lse` also returns log(sum(exp(scores))), +inf where a query sees
     nothing. An S that is not a multiple of 8 costs a padded copy of k and v, a T only one of q.
 
     With `page_table` (and no segment ids) k and v are a pool: position s of row b is position `s %
-    page` of page `page_table[b, s // page]`, and only `offset[b] + lengths[b] <= P page`. Pages
+    page` of page `page_table[b, s // page]`, and only `q_offset[b] + lengths[b] <= P page`. Pages
     that no real query sees are not read.
 
     With `kv_lengths` (and no segment ids) only to the keys s < kv_lengths[b], wherever the queries
     stand.
     """
+    q, k, v = operands.q, operands.k, operands.v
+    page_table, segment_ids = operands.page_table, operands.segment_ids
     batch, queries, heads, head_dim = q.shape
-    if q.dtype != k.dtype or k.dtype != v.dtype:
-        raise ValueError(f"q, k and v must have one dtype, got {q.dtype=}, {k.dtype=}, {v.dtype=}")
-    if reason := unsupported_reason(q, k, page_table, tuning):
-        raise NotImplementedError(f"attention on Hopper {reason}")
     tuning = fit(tuning, None if page_table is None else k.shape[2])
     block_q, block_kv, stages = tuning.block_q, tuning.block_kv, tuning.stages
     tiles = pl.cdiv(queries, tile := CONSUMERS * block_q)
@@ -108,7 +100,9 @@ def attention(
     grid = (tiles, batch, heads // CLUSTER if tuning.multicast else heads)
     # Whole tiles: a one-dimensional store is clipped at the end of the array, not of its row.
     lse_type = jax.ShapeDtypeStruct((batch, heads, tiles * tile), jnp.float32) if save_lse else None
-    inputs = (q, k, v, offset, lengths, first_visible, first_full, ids, page_table, kv_lengths)
+    limits = operands.q_offset, operands.lengths
+    bounds = first_visible, first_full, ids
+    inputs = (q, k, v, *limits, *bounds, page_table, operands.kv_lengths)
     out, lse = plgpu.kernel(
         functools.partial(_kernel, tuning=tuning, queries=queries, grid=grid, window=window),
         out_type=[jax.ShapeDtypeStruct(q.shape, q.dtype), lse_type],

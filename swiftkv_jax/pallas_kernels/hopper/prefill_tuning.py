@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax.numpy as jnp
-
-from ..device import HEAD_DIMS
+from ..operands import AttentionSpec
 
 CONSUMERS = 2  # warpgroups of a thread block that multiply, each for half of its queries
 CLUSTER = 2  # thread blocks that load keys and values together with `multicast`
@@ -44,19 +42,15 @@ class Tuning:
             raise ValueError(f"{self.stages=} must be at least 2")
 
 
-def unsupported_reason(q, k, page_table, tuning: Tuning) -> str | None:
-    """Why the kernel cannot run on operands of these shapes and dtypes; None if it can. Keys have,
-    or are widened to, the dtype of q."""
+def unsupported_reason(spec: AttentionSpec, tuning: Tuning) -> str | None:
+    """Why the kernel cannot run such a call; None if it can. Head dim and dtype are right."""
+    q, k = spec.q, spec.k
     heads, head_dim = q.shape[2:]
     kv_heads, page = k.shape[1:3]
-    if page_table is not None and page % 64:
+    if spec.page_table is not None and page % 64:
         return f"takes pages of a multiple of 64 positions, got {page} with {k.shape=}"
-    tuning = fit(tuning, None if page_table is None else page)
+    tuning = fit(tuning, None if spec.page_table is None else page)
     block_q, block_kv = tuning.block_q, tuning.block_kv
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"takes bfloat16 or float16, got {q.dtype=}"
-    if head_dim not in HEAD_DIMS:
-        return f"takes head dims {HEAD_DIMS}, got {q.shape=}"
     if tuning.multicast and heads // kv_heads % CLUSTER:
         return (
             f"with multicast takes an even number of query heads to a key/value head, got "

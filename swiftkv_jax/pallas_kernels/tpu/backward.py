@@ -56,7 +56,6 @@ def attention_grad(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K T H"], Float[Array, "B K T H"]]:
     """(dq, dk, dv) of `prefill.attention` with this `window`, offset 0, as many keys as queries and
     no padding queries."""
-    prefill.check_dtypes(q, k, v)
     batch, length, num_heads, head_dim = q.shape
     kv_heads = k.shape[1]
     heads, bq = tuning.rows(num_heads // kv_heads, length)

@@ -35,22 +35,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float
 
+from ..operands import AttentionOperands
 from .decode_tuning import CHUNK, LANES, Tuning, unsupported_reason
+
+__all__ = ["Tuning", "attention", "unsupported_reason"]
 
 # Half of the 120 by which the exponents of bfloat16 and float8_e4m3fn differ: see _bfloat16.
 FLOAT8_SHIFT = 60
 
 
 def attention(
-    q: Float[Array, "B T N H"],
-    k: Shaped[Array, "B K S H"] | Shaped[Array, "X K page H"],
-    v: Shaped[Array, "B K S H"] | Shaped[Array, "X K page H"],
-    length: Int[Array, " B"],
-    k_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
-    v_scale: Float[Array, "B K S"] | Float[Array, "X K page"] | None = None,
-    page_table: Int[Array, "B P"] | None = None,
+    operands: AttentionOperands,
     *,
     tuning: Tuning,
     window: int | None = None,
@@ -64,11 +61,11 @@ def attention(
     `page_table[b, s // page]`. With `return_lse` also the logarithm of each query's sum of
     exponentials, -inf where it sees nothing.
     """
-    if reason := unsupported_reason(q, k, page_table, tuning):
-        raise NotImplementedError(f"decode attention on TPUs {reason}")
+    q, k, page_table = operands.q, operands.k, operands.page_table
     batch, queries, heads, head_dim = q.shape
     all_kv_heads, page = k.shape[1:3]
-    kv, scales = (k, v), () if k_scale is None else (k_scale, v_scale)
+    kv = k, operands.v
+    scales = () if operands.k_scale is None else (operands.k_scale, operands.v_scale)
     if pad := -page % CHUNK:
         kv, scales = jax.tree.map(
             lambda x: jnp.pad(x, [(0, pad if axis == 2 else 0) for axis in range(x.ndim)]),
@@ -150,7 +147,7 @@ def attention(
             flops=4 * work * head_dim, transcendentals=work, bytes_accessed=cache_bytes
         ),
         name="tpu_decode",
-    )(length, page_table, tiles, kv, scales)
+    )(operands.length, page_table, tiles, kv, scales)
     shape = batch, all_kv_heads, queries, group
     out = out.reshape(*shape, head_dim).swapaxes(1, 2).reshape(q.shape)
     if lse is not None:

@@ -7,6 +7,8 @@ import dataclasses
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from ..operands import AttentionSpec
+
 LANES = 128
 CHUNK = LANES  # positions: the finest slice of a scale, or of a cache whose positions are minor
 VMEM_BYTES = 14 * 2**20  # of the 16 MiB that a kernel may use
@@ -47,18 +49,14 @@ class Tuning:
         return CHUNK * max(part for part in range(1, room + 1) if chunks % part == 0), heads
 
 
-def unsupported_reason(q, k, page_table, tuning: Tuning) -> str | None:
-    """Why the kernel cannot run on operands of these shapes and dtypes; None if it can. The caller
-    has checked that they fit together."""
+def unsupported_reason(spec: AttentionSpec, tuning: Tuning) -> str | None:
+    """Why the kernel cannot run such a call; None if it can. Head dim and dtype are right."""
+    q, k = spec.q, spec.k
     (batch, queries, heads, head_dim), (all_kv_heads, page) = q.shape, k.shape[1:3]
-    if k.dtype not in (jnp.bfloat16, jnp.float32, jnp.int8, jnp.float8_e4m3fn):
-        return (
-            f"takes bfloat16 or float32 keys, or with scales float8_e4m3fn or int8; got {k.dtype=}"
-        )
-    if page_table is not None and page % CHUNK:
+    if spec.page_table is not None and page % CHUNK:
         return f"takes pages of a multiple of {CHUNK} positions, got {page} with {k.shape=}"
     page, itemsize = pl.cdiv(page, CHUNK) * CHUNK, k.dtype.itemsize
-    pages = None if page_table is None else page_table.shape[1]
+    pages = None if spec.page_table is None else spec.page_table.shape[1]
     block_kv, kv_heads = tuning.block(all_kv_heads, page, pages, head_dim, itemsize)
     # The ring, and two buffers each of queries and outputs; those are bfloat16 but for float32
     # keys.

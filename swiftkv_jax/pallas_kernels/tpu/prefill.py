@@ -35,6 +35,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from ..operands import AttentionOperands
 from ..segments import visible_kv_blocks
 from .schedule import (
     LANES,
@@ -46,6 +47,8 @@ from .schedule import (
     paged_specs,
     unsupported_reason,
 )
+
+__all__ = ["Tuning", "attention", "unsupported_reason"]
 
 LOG2E = math.log2(math.e)  # the hardware's exponential is 2**x: scores are kept in units of log 2
 MASKED = -0.7 * float(
@@ -113,43 +116,27 @@ def dot_values(weights: Array, pages: list[Array], positions_minor: bool) -> Arr
     return functools.reduce(jnp.add, products)
 
 
-def check_dtypes(q, k, v):
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(
-            f"q, k and v must have the same dtype, got {q.dtype=}, {k.dtype=} and {v.dtype=}"
-        )
-    if q.dtype not in (jnp.bfloat16, jnp.float32):
-        raise NotImplementedError(f"TPU attention takes bfloat16 or float32, got {q.dtype=}")
-
-
 def attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K S H"] | Float[Array, "X K page H"],
-    v: Float[Array, "B K S H"] | Float[Array, "X K page H"],
-    offset: Int[Array, "B"] | None,
-    lengths: Int[Array, "B"] | None,
-    segment_ids: Int[Array, "B T"] | None = None,
-    page_table: Int[Array, "B P"] | None = None,
-    kv_lengths: Int[Array, "B"] | None = None,
+    operands: AttentionOperands,
     *,
     tuning: Tuning,
     window: int | None = None,
     save_lse: bool = False,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"] | None]:
-    """Attention of queries at positions offset[b] + t, and with `save_lse` the logarithm of each
+    """Attention of queries at positions q_offset[b] + t, and with `save_lse` the logarithm of each
     softmax's denominator.
 
     Query t of row b sees the keys up to and including its own position, with `segment_ids` (S = T,
-    offset 0) those of its own document, with `window` the last so many. Queries t >= lengths[b] are
-    padding: zeros, with lse = inf. Without `offset` that is 0, without `lengths` no query is
+    no offset) those of its own document, with `window` the last so many. Queries t >= lengths[b]
+    are padding: zeros, with lse = inf. Without `q_offset` that is 0, without `lengths` no query is
     padding.
     With `page_table` (and no segment ids) k and v are a pool: position s of row b is position `s %
     page` of page `page_table[b, s // page]`. With `kv_lengths` (and no segment ids) only the keys s
     < kv_lengths[b] are seen, wherever the queries stand; with none of them, lse = inf too.
     """
-    check_dtypes(q, k, v)
-    if reason := unsupported_reason(q, k, page_table, tuning):
-        raise NotImplementedError(f"attention on TPUs {reason}")
+    q, k, v = operands.q, operands.k, operands.v
+    offset, lengths, kv_lengths = operands.q_offset, operands.lengths, operands.kv_lengths
+    page_table, segment_ids = operands.page_table, operands.segment_ids
     batch, queries, num_heads, head_dim = q.shape
     offset = jnp.zeros(batch, jnp.int32) if offset is None else offset
     lengths = jnp.full(batch, queries, jnp.int32) if lengths is None else lengths

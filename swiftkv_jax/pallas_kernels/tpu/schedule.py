@@ -11,6 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Int
 
+from ..operands import AttentionSpec
+
 LANES = 128
 MAX_PAIRS = 3 * 2**16  # of blocks in a schedule, and entries of a table: words of scalar memory
 
@@ -53,14 +55,15 @@ class Tuning:
         ) // LANES * LANES
 
 
-def unsupported_reason(q, k, page_table, tuning: Tuning) -> str | None:
-    """Why the prefill kernel cannot run on operands of these shapes and dtypes; None if it can."""
+def unsupported_reason(spec: AttentionSpec, tuning: Tuning) -> str | None:
+    """Why the prefill kernel cannot run such a call; None if it can."""
+    q, k = spec.q, spec.k
     (batch, queries, heads, _), (kv_heads, keys) = q.shape, k.shape[1:3]
     entries = 0
-    if page_table is not None:
+    if spec.page_table is not None:
         if keys % LANES:
             return f"takes pages of a multiple of {LANES} positions, got {keys} with {k.shape=}"
-        pages, entries = page_table.shape[1], page_table.size
+        pages, entries = spec.page_table.shape[1], spec.page_table.size
         tuning, keys = fit(tuning, keys, pages), keys * pages
     block_q = tuning.rows(heads // kv_heads, queries)[1]
     reason = schedule_unsupported_reason(
