@@ -114,12 +114,7 @@ class App:
             )
 
     async def encode_chat(
-        self,
-        body: ChatBody | TokenizeBody,
-        salt: str,
-        num_bytes: int,
-        *,
-        counting: bool = False,
+        self, body: ChatBody | TokenizeBody, salt: str, num_bytes: int, *, counting: bool = False
     ) -> Prompt:
         """The prompt of the messages of a body, on which `replace_media` is done. `counting` is
         that of `PromptEncoder.encode`. Raises `APIError`."""

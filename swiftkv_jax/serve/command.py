@@ -79,19 +79,13 @@ def main(args: argparse.Namespace) -> int:
         if chosen.structured_outputs:
             try:
                 compiler = GrammarCompiler(
-                    tokenizer,
-                    vocab_size=model.config.vocab_size,
-                    eos_token_ids=model.eos_token_ids,
+                    tokenizer, vocab_size=model.config.vocab_size, eos_token_ids=model.eos_token_ids
                 )
             except UsageError as error:
                 logger.warning("no structured outputs: %s", error)
                 chosen = dataclasses.replace(chosen, structured_outputs=False)
         engine = start_engine(
-            model,
-            mesh,
-            chosen,
-            model_options,
-            on_compile=functools.partial(report, "compiling"),
+            model, mesh, chosen, model_options, on_compile=functools.partial(report, "compiling")
         )
         report("warming")
         return server.Loaded(engine, tokenizer, defaults, warm(engine), compiler, facts)

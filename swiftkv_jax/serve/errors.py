@@ -129,10 +129,7 @@ def of_usage(error: UsageError, names: Mapping[str, str] | None = None) -> APIEr
     """400 for a value that the engine refuses. `names` maps the engine's names to the body's."""
     if isinstance(error, ContextLengthError):
         return PromptTooLong(
-            None,
-            prompt_tokens=error.prompt_tokens,
-            limit=error.limit,
-            new_tokens=error.new_tokens,
+            None, prompt_tokens=error.prompt_tokens, limit=error.limit, new_tokens=error.new_tokens
         )
     names = names or {}
     param = None if error.option is None else names.get(error.option, error.option)
@@ -152,10 +149,7 @@ def renaming(
 
 
 def _rename(
-    error: APIError,
-    names: Mapping[str, str],
-    places: Sequence[str],
-    tools: Sequence[str] | None,
+    error: APIError, names: Mapping[str, str], places: Sequence[str], tools: Sequence[str] | None
 ) -> None:
     """Put an error of a chat into the names of another body. `names` maps fields of a chat to those
     of the body, `places` are where its messages come from, `tools` where its tools do, None for

@@ -151,10 +151,7 @@ class ServerOptions:
     )
     """The first is the one in answers."""
     chat_template_kwargs: tuple[str, ...] = option(
-        (),
-        "variables of the chat template that requests may set",
-        metavar="A,B",
-        parse=parse_list,
+        (), "variables of the chat template that requests may set", metavar="A,B", parse=parse_list
     )
     """Those that switch reasoning may be set without it."""
     tool_call_parser: Literal["auto", "llama3_json", "hermes", "qwen3_coder", "none"] = option(
@@ -169,10 +166,7 @@ class ServerOptions:
     )
     """"none" leaves it in the content."""
     root_path: str = option(
-        "",
-        "prefix of all paths behind a proxy, such as /llm",
-        metavar="PATH",
-        group="address",
+        "", "prefix of all paths behind a proxy, such as /llm", metavar="PATH", group="address"
     )
     """Requests are answered with and without it."""
     ssl_certfile: Path | None = option(None, "TLS certificate chain, PEM", metavar="FILE")
@@ -221,9 +215,7 @@ class ServerOptions:
     """From 2 to 32 MiB by default."""
     max_connections: int = option(4096, "(default: %(default)s)", metavar="N", group="admission")
     max_num_queued_reqs: int | None = option(
-        None,
-        "sequences that wait or run (default: four for each slot, at least 64)",
-        metavar="N",
+        None, "sequences that wait or run (default: four for each slot, at least 64)", metavar="N"
     )
     """Of all requests."""
     max_num_queued_tokens: int | None = option(

@@ -316,10 +316,7 @@ class ChatBody(Sampling, kw_only=True):
     include_reasoning: bool | None = None
 
     chat_template: Annotated[
-        Any,
-        Refused(
-            reason="templates come from the checkpoint or the server's command line alone",
-        ),
+        Any, Refused(reason="templates come from the checkpoint or the server's command line alone")
     ] = None
     documents: Annotated[Any, Refused(([],))] = None
     echo: Foreign = None

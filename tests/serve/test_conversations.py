@@ -106,6 +106,17 @@ def server(start):
 
 
 @pytest.fixture(scope="module")
+def clients(server) -> Iterator[dict[str, Any]]:
+    """The function that sends a request of each API."""
+    with (
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as one,
+        anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as other,
+    ):
+        chat, responses = one.chat.completions.create, one.responses.create
+        yield {"chat": chat, "responses": responses, "messages": other.messages.create}
+
+
+@pytest.fixture(scope="module")
 def recorded() -> Iterator[dict[str, Any]]:
     """What was recorded, by conversation."""
     found = json.loads(FILE.read_text()) if FILE.exists() else {}
@@ -117,17 +128,10 @@ def recorded() -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize(("api", "said", "how"), CONVERSATIONS, ids=map(" ".join, CONVERSATIONS))
-def test_conversation(server, recorded, says, api, said, how, stream):
+def test_conversation(server, clients, recorded, says, api, said, how, stream):
     says('{"city":"a"}' if how == "form" else SAID[said], TOKENIZER)
-    if api == "messages":
-        client: Any = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
-        create = client.messages.create
-    else:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-        create = client.responses.create if api == "responses" else client.chat.completions.create
-    with client:
-        got = create(model="tiny", stream=stream, **body_of(api, said, how, stream=stream))
-        events = [one.model_dump(exclude_unset=True) for one in (got if stream else [got])]
+    got = clients[api](model="tiny", stream=stream, **body_of(api, said, how, stream=stream))
+    events = [one.model_dump(exclude_unset=True) for one in (got if stream else [got])]
     server.check_empty()
     numbers = [one["sequence_number"] for one in events if "sequence_number" in one]
     assert numbers == list(range(len(numbers)))

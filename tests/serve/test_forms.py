@@ -127,48 +127,6 @@ def test_forced_calls_that_are_cut_short(start, says):
     running.check_empty()
 
 
-@pytest.mark.parametrize("single", [False, True])
-def test_calls_in_a_stream_are_those_of_the_whole_answer(start, says, single):
-    running = start(engine=ROOM, tool_call_parser="llama3_json")
-    says(f"Well. {CALL}; {CALL} Done.")
-    body = chat(tools=TOOLS, parallel_tool_calls=not single, max_tokens=200, temperature=0)
-    (whole,) = running.post(CHAT, body)[1]["choices"]
-    message = whole["message"]
-    assert whole["finish_reason"] == "tool_calls"
-    assert message["content"] == ("Well." if single else "Well. Done.")
-    calls = [call["function"] for call in message["tool_calls"]]
-    expected = {"name": "forecast", "arguments": '{"city": "Rome", "days": 3}'}
-    assert calls == [expected] * (1 if single else 2)
-    content, streamed, reasons = "", {}, []
-    for event in running.events(CHAT, body)[:-1]:
-        for choice in event["choices"]:
-            content += choice["delta"].get("content") or ""
-            reasons.append(choice["finish_reason"])
-            for call in choice["delta"].get("tool_calls", ()):
-                one = streamed.setdefault(call["index"], {"name": "", "arguments": ""})
-                for name, value in call["function"].items():
-                    one[name] += value
-                assert ("id" in call) == ("name" in call["function"])
-    assert content == message["content"] and list(streamed.values()) == calls
-    assert reasons[-1] == "tool_calls" and set(reasons[:-1]) == {None}
-    running.check_empty()
-
-
-def test_calls_as_items(start, says):
-    """The Responses API keeps the order of text and calls, and closes each before the next."""
-    running = start(engine=ROOM, tool_call_parser="llama3_json")
-    says(f"Well. {CALL} Done.")
-    tools = [{"type": "function", **FORECAST}]
-    body = {"input": "hi", "tools": tools, "max_output_tokens": 200, "temperature": 0}
-    output = running.post("/v1/responses", body)[1]["output"]
-    assert [item["type"] for item in output] == ["message", "function_call", "message"]
-    assert {item["status"] for item in output} == {"completed"}
-    _, _, content = running.request("POST", "/v1/responses", body | {"stream": True})
-    kinds = re.findall(r"^event: response\.output_item\.(\w+)$", content.decode(), re.MULTILINE)
-    assert kinds == ["added", "done"] * 3
-    running.check_empty()
-
-
 def test_tools_that_are_not_called(start, says):
     """`none` leaves the text as it is; without a declared name, or where the answer has another
     form, there is no call."""
@@ -261,11 +219,7 @@ def test_the_template_gets_tools_and_calls(start):
             None,
         ),
         (
-            {
-                "tools": TOOLS,
-                "tool_choice": "required",
-                "response_format": {"type": "json_object"},
-            },
+            {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
             "response_format",
             None,
         ),

@@ -57,7 +57,7 @@ def shape(place: str, part: Any) -> list[dict[str, Any]]:
         "answer": [user(text("a")), {"role": "assistant", "content": [part]}, user(text("c"))],
         "question before calls": [user(text("a"), part), CALL, result(text("b"))],
         "result before the last answer": [
-            *(user(text("a")), CALL, result(part), answer("b"), user(text("c"))),
+            *(user(text("a")), CALL, result(part), answer("b"), user(text("c")))
         ],
     }[place]
 

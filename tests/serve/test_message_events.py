@@ -11,12 +11,7 @@ from swiftkv_jax.serve.api.response_events import ResponseWriter
 from swiftkv_jax.serve.service.generation import TextDelta
 from tests.serve.test_forms import CALL, ROOM
 from tests.serve.test_messages import COUNT, GREEDY, HI, PATH, ask, client_of
-from tests.serve.test_reasoning_answers import (
-    BEGUN,
-    HYBRID,
-    SAID,
-    make_reasoning_tokenizer,
-)
+from tests.serve.test_reasoning_answers import BEGUN, HYBRID, SAID, make_reasoning_tokenizer
 
 
 @pytest.mark.parametrize("writer", [MessageWriter("1", "tiny"), ResponseWriter({})])

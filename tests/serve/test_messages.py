@@ -272,8 +272,7 @@ def result(*content: Any) -> Any:
 def test_refused(client, fields, message):
     with pytest.raises(anthropic.BadRequestError) as caught:
         client.messages.create(
-            **{"model": "tiny", "messages": HI, "max_tokens": 2},
-            extra_body=fields,
+            **{"model": "tiny", "messages": HI, "max_tokens": 2}, extra_body=fields
         )
     found = caught.value.body
     assert isinstance(found, dict) and found["type"] == "error"

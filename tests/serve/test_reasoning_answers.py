@@ -216,20 +216,6 @@ def ask_once(running, body):
     return choice["message"], choice, answer["usage"]
 
 
-def test_required_calls_after_the_reasoning(begun):
-    choice = {"type": "function", "function": {"name": "forecast"}}
-    called = 0
-    for seed in range(8):
-        body = chat(tools=TOOLS, tool_choice=choice, seed=seed, temperature=1, max_tokens=800)
-        message, found, _ = ask_once(begun, body)
-        if found["finish_reason"] == "tool_calls":
-            called += 1
-            (call,) = message["tool_calls"]
-            check_schema(call["function"]["arguments"])
-            assert message["content"] is None
-    assert called > 1
-
-
 def test_a_form_without_tokens_for_the_tags_holds_at_once(start):
     """Then there is no reasoning."""
     tokenizer = make_tokenizer()

@@ -311,9 +311,7 @@ def _thinking(
     return thinking.display != "omitted", switches or None, effort
 
 
-def _choice(
-    choice: ToolChoice,
-) -> Literal["none", "required"] | NamedToolChoice | None:
+def _choice(choice: ToolChoice) -> Literal["none", "required"] | NamedToolChoice | None:
     if choice.type == "tool":
         if choice.name is None:
             raise invalid("tool_choice.name", "`name` is missing")

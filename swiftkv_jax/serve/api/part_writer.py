@@ -115,11 +115,7 @@ class StreamBody(Protocol):
 
 
 async def answer_in_parts(
-    app: App,
-    exchange: HTTPExchange,
-    body: StreamBody,
-    generation: Generation,
-    writer: PartWriter,
+    app: App, exchange: HTTPExchange, body: StreamBody, generation: Generation, writer: PartWriter
 ) -> None:
     """Send an answer of one choice, whole or as a stream. Raises `APIError` and `ClientGone`."""
     (part,) = generation.parts

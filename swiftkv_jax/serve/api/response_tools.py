@@ -9,13 +9,7 @@ from typing import Any
 
 from ..bodies.decoding import convert
 from ..errors import invalid, unsupported
-from ..protocol import (
-    AllowedTools,
-    AllowedToolsChoice,
-    FunctionName,
-    NamedToolChoice,
-    ToolChoice,
-)
+from ..protocol import AllowedTools, AllowedToolsChoice, FunctionName, NamedToolChoice, ToolChoice
 from ..text.call_parser import MAX_NAME
 from .offered_tools import OfferedTools
 from .response_bodies import AllowedChoice, FunctionChoice, FunctionTool, NamespaceTool

@@ -29,12 +29,7 @@ from ..service.generation import Generation
 from .generate import chat_generation
 from .offered_tools import OfferedTools
 from .part_writer import answer_in_parts
-from .response_bodies import (
-    InputItem,
-    ReasoningOptions,
-    ResponsesBody,
-    TextOptions,
-)
+from .response_bodies import InputItem, ReasoningOptions, ResponsesBody, TextOptions
 from .response_events import ResponseWriter
 from .response_tools import chat_choice, offered, shown_name
 from .run import note_ignored, run

@@ -9,12 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import UsageError
-from ...infer.engine.sampling_params import (
-    MAX_BIASES,
-    MAX_LOGPROBS,
-    SamplingParams,
-    is_neutral,
-)
+from ...infer.engine.sampling_params import MAX_BIASES, MAX_LOGPROBS, SamplingParams, is_neutral
 from ..errors import PromptTooLong, invalid, of_usage, unsupported
 from ..options import MAX_LOGPROB_ENTRIES, ServerOptions
 from ..protocol import Body, ChatBody, CompletionBody, Sampling, refused_fields

@@ -75,11 +75,7 @@ class Follower:
     """A process that follows process 0."""
 
     def __init__(
-        self,
-        channel: Channel,
-        *,
-        silence: float,
-        end: Callable[[str], None] | None = None,
+        self, channel: Channel, *, silence: float, end: Callable[[str], None] | None = None
     ):
         """`silence` in seconds of process 0, from its first frame on, is its end. `end` is called
         in a thread of this object, while another may wait for devices for ever: it ends the process

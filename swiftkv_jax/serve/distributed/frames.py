@@ -111,10 +111,7 @@ class Makers(NamedTuple):
 
 def request_of(fields: Fields, makers: Makers) -> Request | ScoreRequest:
     """The request that was sent. Raises what `makers.compile_grammar` raises."""
-    common = {
-        "cache_salt": fields.cache_salt,
-        "page_keys": fields.page_keys,
-    }
+    common = {"cache_salt": fields.cache_salt, "page_keys": fields.page_keys}
     tokens = np.frombuffer(fields.tokens, np.int32)
     if isinstance(fields, ScoreFields):
         return ScoreRequest(
