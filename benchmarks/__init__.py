@@ -2,7 +2,7 @@
 `benchmarks/results/`.
 
 python -m benchmarks.NAME, where NAME is
-    kernels              the attention ops: correctness, speed against other libraries and roofline
+    kernels              the attention ops: correctness, speed against cuDNN and the roofline
     kernels.tune         the best block sizes for this device, into `pallas_kernels/tuning.json`
     serve                the engine at Llama-3.1-8B shape: prefill, decode, throughput, both models
     train_step           the distillation step: speed, MFU, and memory against the plan
@@ -11,7 +11,6 @@ python -m benchmarks.NAME, where NAME is
     distill_real         trains such students by a plan, and measures them as `real` does
     predict              what `serve` measures, by the engine's schedule on a modelled device
     short_run            measures nothing: runs a plan of such commands within a total time
-    real_models          measures nothing: fetches the real models for the others and for tests
     measurements         writes `docs/measurements.md` from the results
 
 `medium/` is a Llama of 16 layers and the proportions of Llama-3.1-8B, for `infer bench --config` on

@@ -1,4 +1,4 @@
-"""Check and time the attention ops against other libraries and against the device's roofline.
+"""Check and time the attention ops against cuDNN and against the device's roofline.
 
     python -m benchmarks.kernels                        all rows, most important first, <10 minutes
     python -m benchmarks.kernels --only 'decode.*fp8'   some rows

@@ -1,9 +1,9 @@
-"""The programs that are measured: this package's implementations. `baselines` has those of other
-libraries."""
+"""The programs that are measured: this package's implementations, and cuDNN in its own order."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
@@ -144,3 +144,43 @@ def _memory() -> float:
     """Bytes of the device that JAX may use; on a CPU 4 GB, for smoke runs."""
     stats = jax.devices()[0].memory_stats() or {}
     return stats.get("bytes_limit", 4e9)
+
+
+# cuDNN ------------------------------------------------------------------------
+
+CUDNN = "cudnn-btnh"
+"""Baseline of the ratios: cuDNN on keys and values as B S K H. `cudnn` is this package's op, which
+first transposes them."""
+
+
+def cudnn_in_its_order(shape: Shape) -> Candidate:
+    """Raises `NotImplementedError` for what it has no public API for."""
+    attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    if isinstance(shape, Decode):
+        if shape.cache != "bfloat16" or shape.page is not None:
+            raise NotImplementedError("takes neither 8-bit caches nor page tables")
+        return Candidate(
+            CUDNN,
+            lambda s: attend(s["q"], s["k"], s["v"], key_value_seq_lengths=s["length"]),
+            _position_major,
+        )
+    if shape.packed or shape.offset:
+        raise NotImplementedError("takes documents and offsets as a mask of T x S only")
+    causal = functools.partial(attend, is_causal=True)
+    if shape.gradient:
+        return Candidate(
+            CUDNN, lambda s: with_gradient(causal, s), _position_major, _head_major_gradients
+        )
+    return Candidate(CUDNN, lambda s: causal(s["q"], s["k"], s["v"]), _position_major)
+
+
+@jax.jit
+def _position_major(s: Set) -> Set:
+    """Keys and values as B S K H."""
+    return s | {name: s[name].transpose(0, 2, 1, 3) for name in ("k", "v")}
+
+
+def _head_major_gradients(outputs: tuple) -> tuple:
+    """(out, dq, dk, dv) with dk and dv back as B K S H."""
+    out, dq, *gradients = outputs
+    return out, dq, *(x.transpose(0, 2, 1, 3) for x in gradients)

@@ -13,8 +13,8 @@ from swiftkv_jax.plan.roofline import Roofline
 
 from .. import report
 from ..timing import Plan, Program, measure
-from . import baselines, inputs, oracle
-from .candidates import Candidate, ours, ours_here
+from . import inputs, oracle
+from .candidates import CUDNN, Candidate, cudnn_in_its_order, ours, ours_here
 from .shapes import Shape, rate, roof
 
 Builders = dict[str, Callable[[Shape], Candidate]]
@@ -23,7 +23,7 @@ Builders = dict[str, Callable[[Shape], Candidate]]
 def builders() -> Builders:
     """All implementations for the current platform by name, this package's first."""
     own = {name: lambda shape, name=name: ours(name, shape) for name in ours_here()}
-    return own | baselines.builders()
+    return own | ({CUDNN: cudnn_in_its_order} if jax.default_backend() == "gpu" else {})
 
 
 def names_here() -> list[str]:
@@ -70,8 +70,8 @@ def measure_row(
             "rate": speed,
             "share_of_roofline": speed / roof(shape, roofline),
         }
-        if baselines.CUDNN in timings and results[baselines.CUDNN]["status"] == "ok":
-            results[name]["ratio_to_cudnn"] = timings[baselines.CUDNN].seconds / timing.seconds
+        if CUDNN in timings and results[CUDNN]["status"] == "ok":
+            results[name]["ratio_to_cudnn"] = timings[CUDNN].seconds / timing.seconds
         results[name]["timing"] = dataclasses.asdict(timing)
     return row | {"results": list(results.values())}
 

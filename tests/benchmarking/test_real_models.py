@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import real_models
-from benchmarks.real_models import FILES, Part, RealFile, fetch, path_of
+from examples import real_models
+from examples.real_models import FILES, Part, RealFile, fetch, path_of
 from swiftkv_jax.errors import DataError
 
 CONTENTS = b"GGUF and the first half, ", b"the second half"

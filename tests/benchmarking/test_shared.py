@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from benchmarks import hlo, report, serve, timing
+from benchmarks import report, serve, timing
 from swiftkv_jax.errors import UsageError
+from tests.compile import hlo
 
 
 class Clock:

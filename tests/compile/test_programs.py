@@ -9,7 +9,6 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import hlo
 from benchmarks.predict import model
 from swiftkv_jax.infer.runner.lowering import (
     DecodeKind,
@@ -29,6 +28,7 @@ from swiftkv_jax.plan.presets import (
     QWEN25_32B,
 )
 from swiftkv_jax.plan.topology import topology_mesh
+from tests.compile import hlo
 from tests.compile.compiled import with_kernels
 
 GIB, MIB = 2**30, 2**20

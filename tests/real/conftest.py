@@ -7,7 +7,7 @@ import anthropic
 import openai
 import pytest
 
-from benchmarks.real_models import path_of
+from examples.real_models import path_of
 from tests.serve.process import Server, serving
 
 OPTIONS = (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.real_models import path_of
+from examples.real_models import path_of
 from tests.serve.process import ROOT
 
 LAYERS = {

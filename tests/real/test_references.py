@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
-from benchmarks.real_models import path_of
+from examples.real_models import path_of
 
 REFERENCES = json.loads((Path(__file__).parent / "references.json").read_text(encoding="utf-8"))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.real_models import FILES
+from examples.real_models import FILES
 
 NAME = FILES["qwen2.5-coder"].name
 WEATHER = {

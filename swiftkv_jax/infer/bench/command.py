@@ -28,7 +28,6 @@ from ..runner.kv_heads import kv_head_copies
 from ..runner.model_runner import ModelRunner
 from .cells import STUDENT, TEACHER, Cell, Mode, check_lengths
 from .options import BenchOptions, plan
-from .plot import check_plot, draw
 from .summary import Variant, compare, derive, parameters, table, variant_of
 from .timing import Raw, measure
 from .variants import Source, build, check_memory, fit_together, open_source
@@ -52,8 +51,6 @@ class Measured:
 def main(args: argparse.Namespace) -> int:
     options = BenchOptions.from_args(args)
     check_absent("`output`", options.output)
-    check_absent("`plot`", options.plot)
-    check_plot(options.plot)
     engine_options, cells = plan(options)
     names = options.swiftkv
     source = open_source(options)
@@ -202,8 +199,6 @@ def _report(
     )
     if options.output is not None:
         write_json(options.output, document)
-    if options.plot is not None:
-        draw(options.mode, rows, options.plot)
 
 
 def _plain(value: Any) -> Any:

@@ -149,7 +149,6 @@ class BenchOptions:
         metavar="JSON",
         names=("--output", "-o"),
     )
-    plot: Path | None = option(None, "chart of the table; needs matplotlib", metavar="PNG")
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> BenchOptions:

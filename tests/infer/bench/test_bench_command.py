@@ -1,4 +1,4 @@
-"""The `bench` command: its cells, its document and plots, and mistakes that end it before anything
+"""The `bench` command: its cells, its document, and mistakes that end it before anything
 is measured."""
 
 import dataclasses
@@ -22,7 +22,6 @@ from swiftkv_jax.infer.bench.cells import (
     make_cells,
     num_pages,
 )
-from swiftkv_jax.infer.bench.plot import draw
 from tests.infer.bench.conftest import CONFIG, ROOFLINE
 
 
@@ -72,7 +71,6 @@ def test_cells():
         ("decode --num-prompts 8", "--num-prompts is for offline and latency"),
         ("prefill -o {tmp}/there.json", "exists already"),
         ("prefill -o {tmp}/no/where.json", "its folder does not exist"),
-        ("prefill --plot {tmp}/no/where.png", "--plot {tmp}/no/where.png: its folder does not"),
         (
             "prefill --input-len 256k --config llama-3.1-8b --load-format dummy",
             "above the limit of 131072",
@@ -185,51 +183,3 @@ def test_both_variants_in_one_run(tmp_path, capsys, quick_roofline):
     )
     assert document["config"]["num_key_value_layers"] == 1 and "jax" in document["versions"]
     assert "commit" in document and not list(tmp_path.glob("*partial*"))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_plot(tmp_path, mode):
-    figures = (
-        "tokens_per_s",
-        "seconds_per_output_token",
-        "output_tokens_per_s",
-        "ttft_p50",
-        "e2e_p50",
-    )
-    cell = {"prompts": 1, "request_rate": "inf" if mode == "latency" else None}
-    shares = {"flops_share": 0.5, "bandwidth_share": 0.5}
-    rows = [
-        {"variant": name, "cell": cell | {"input_len": length}}
-        | shares
-        | dict.fromkeys(figures, 5.0)
-        for name in (STUDENT, TEACHER)
-        for length in (16, 32)
-    ]
-    draw(mode, rows, tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_plot_of_prefill_shows_the_speed_up_over_the_length(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda picture, *_, **__: drawn.append(picture))
-    lengths, speed_ups = [16, 32, 48], [1.5, 1.75, 1.8]
-    rows = [
-        {"variant": name, "cell": {"prompts": 1, "input_len": length}, "tokens_per_s": 5.0}
-        | {"flops_share": 0.5}
-        | ({"speed_up": speed_up} if name == STUDENT else {})
-        for length, speed_up in zip(lengths, speed_ups, strict=True)
-        for name in (STUDENT, TEACHER)
-    ]
-    draw("prefill", rows, tmp_path / "a.png")
-    rates, ratios = drawn[0].axes
-    assert "tokens/s" in rates.get_title("left") and "Speed-up" in ratios.get_title("left")
-    line = ratios.get_lines()[0]
-    assert [*line.get_xdata()] == lengths and [*line.get_ydata()] == speed_ups
-    assert line.get_label() == "by the clock, 1 prompt"
-    assert [*ratios.get_xticks()] == lengths, "every measured length has a tick"
-
-    draw("prefill", [row for row in rows if row["variant"] == TEACHER], tmp_path / "a.png")
-    assert len(drawn[1].axes) == 1, "no speed-up without both variants"

@@ -227,7 +227,7 @@ def test_heads_that_are_paired_stay_so(kv):
     names = "num_key_value_layers", "key_value_group_size", "prompt_attention_layers"
     names += "prompt_mlp_neurons", "boundary_taps", "exact_head"
     fields: Any = dict.fromkeys(names)
-    options: Any = SimpleNamespace(**fields, variants=(STUDENT,), engine={"generated_kv": kv})
+    options: Any = SimpleNamespace(**fields, swiftkv=(STUDENT,), engine={"generated_kv": kv})
     measured = variants._with_cut(options, model)
     assert measured.config.shared_kv_heads == model.config.shared_kv_heads is not None
     prompt = list(range(3, 20))

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks import report, server_soak
+from benchmarks import report
 from tests.infer.conftest import checkpoint
 from tests.serve.process import ROOT
+from tests.soak.server import bounds
 
 __all__ = ["checkpoint"]
 
@@ -89,7 +90,7 @@ class Soak:
     def __init__(self):
         load = os.getloadavg()
         self.load = load
-        self.times_factor = server_soak.BUSY_FACTOR if load[0] > server_soak.BUSY_LOAD else 1
+        self.times_factor = bounds.BUSY_FACTOR if load[0] > bounds.BUSY_LOAD else 1
         self.figures: dict[str, dict[str, float]] = {}
 
     def record(self, key: str, **figures: float) -> None:
@@ -105,7 +106,7 @@ class Soak:
         facts["host"]["load"] = self.load  # before the tests
         path = Path(where)
         if where == "new":
-            path = report.default_path(server_soak.NAME, "cpu", facts["date"])
+            path = report.default_path(bounds.NAME, "cpu", facts["date"])
         figures = {"times_factor": self.times_factor, "figures": self.figures}
         report.write_json(path, facts | figures)
         print(f"\nwritten to {path}")

@@ -25,8 +25,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report, server_soak
+from benchmarks import report
 from swiftkv_jax import cli
+from tests.soak.server import bounds
 from tests.soak.server.client import ask, connected, request, responses, talk
 from tests.soak.server.conftest import MockServer, wait_until_ready
 
@@ -180,9 +181,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(minutes: float, settle: float, output: Path | None) -> int:
     facts = report.environment(seed=0)
     document = facts | run(minutes, settle)
-    path = output or report.default_path(server_soak.LONG_RUN, "cpu", facts["date"])
+    path = output or report.default_path(bounds.LONG_RUN, "cpu", facts["date"])
     report.write_json(path, document)
-    print(f"{server_soak.long_run(document)}\nwritten to {path}")
+    print(f"{json.dumps(document, indent=1)}\nwritten to {path}")
     return cli.ERROR if document["requests"].get("failed") else cli.OK
 
 

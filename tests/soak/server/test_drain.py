@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from benchmarks import server_soak
 from tests.serve.process import SMALL, serving
+from tests.soak.server import bounds
 from tests.soak.server.client import connected, events, request, responses
 
 STREAMS = 32
@@ -60,7 +60,7 @@ def test_streams_of_a_model_end_whole(checkpoint, soak):
     for answer in found:
         event, done = last_events(answer)
         assert done == "[DONE]" and event["choices"][0]["finish_reason"] == "length"
-    assert after <= soak.limit(server_soak.END_AFTER_LAST_STREAM)
+    assert after <= soak.limit(bounds.END_AFTER_LAST_STREAM)
 
 
 @pytest.mark.parametrize("signals", [1, 2])
@@ -89,9 +89,9 @@ def test_streams_that_take_too_long_say_so(start_mock, soak, signals):
         event, done = last_events(answer)
         assert done == "[DONE]" and event["error"]["code"] == "draining"
     if signals == 1:
-        assert 1.0 <= after <= 1.0 + soak.limit(server_soak.END_AFTER_TIMEOUT)
+        assert 1.0 <= after <= 1.0 + soak.limit(bounds.END_AFTER_TIMEOUT)
     else:
-        assert after <= soak.limit(server_soak.END_AFTER_SECOND_SIGNAL)
+        assert after <= soak.limit(bounds.END_AFTER_SECOND_SIGNAL)
 
 
 def test_idle_connections_hold_nothing_up(start_mock, soak):
@@ -111,4 +111,4 @@ def test_idle_connections_hold_nothing_up(start_mock, soak):
     after = asyncio.run(idle())
     print(f"\n50 idle connections: the process ended after {after:.2f} s")
     soak.record("drain_idle", end_ms=1e3 * after)
-    assert after <= soak.limit(server_soak.END_WHEN_IDLE)
+    assert after <= soak.limit(bounds.END_WHEN_IDLE)

@@ -8,7 +8,7 @@ import random
 import statistics
 import time
 
-from benchmarks.server_soak import (
+from tests.soak.server.bounds import (
     EXCHANGE_P99,
     FUZZ_GROWTH_MB,
     GOOD_FACTOR_FUZZ,

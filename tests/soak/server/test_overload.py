@@ -5,7 +5,7 @@ import collections
 import statistics
 import time
 
-from benchmarks import server_soak
+from tests.soak.server import bounds
 from tests.soak.server.client import ask, connected, quantile, request, responses
 
 REQUESTS, LIMIT = 1_000, 64
@@ -73,8 +73,8 @@ def test_the_surplus_is_refused_and_the_rest_ends(start_mock, soak):
         health_p50_ms=1e3 * statistics.median(health),
         health_p99_ms=1e3 * quantile(health, 0.99),
     )
-    assert max(refused) <= soak.limit(server_soak.REFUSED_WITHIN_ASSERTED)
-    assert quantile(health, 0.99) <= soak.limit(server_soak.HEALTH_P99)
+    assert max(refused) <= soak.limit(bounds.REFUSED_WITHIN_ASSERTED)
+    assert quantile(health, 0.99) <= soak.limit(bounds.HEALTH_P99)
     assert statuses == {200: LIMIT, 429: REQUESTS - LIMIT}
     assert running.metric("swiftkv:tokenize_seconds_count") - tokenized == LIMIT
     rejected = running.metric("vllm:admission_rejections_total", reason="max_num_queued_reqs")

