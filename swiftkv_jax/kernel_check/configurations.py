@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -55,22 +55,14 @@ class KernelConfig:
         """All but the op, for people."""
         if self.op == "experts":
             return f"width {self.embed_dim}, MLP {self.mlp_dim}, {self.dtype}"
-        words = [
-            f"head dim {self.head_dim}",
-            f"{self.queries_per_kv_head} queries per key/value head",
-        ]
-        words.append(self.dtype)
+        heads = f"{self.queries_per_kv_head} queries per key/value head"
+        words = [f"head dim {self.head_dim}", heads, self.dtype]
         if self.cache_dtype != self.dtype:
             words.append(f"{self.cache_dtype} cache")
         if self.page_size is not None:
             words.append(f"pages of {self.page_size}")
-        if self.packed:
-            words.append("packed")
-        if self.windowed:
-            words.append("with a window")
-        if self.parts:
-            words.append("in parts")
-        return ", ".join(words)
+        kinds = {"packed": self.packed, "with a window": self.windowed, "in parts": self.parts}
+        return ", ".join(words + [word for word, applies in kinds.items() if applies])
 
     def __str__(self) -> str:
         return f"{self.op} ({self.description})"
@@ -124,37 +116,38 @@ def standard_configs(implementation: str) -> list[KernelConfig]:
     rows with and without documents, and their gradients; windows and parts at one head dim; experts
     of Qwen3-30B-A3B's widths."""
     dtype, other = DTYPES[implementation]
-    serving = [
-        KernelConfig(op, head_dim, queries, dtype, cache, PAGE_SIZE)
-        for head_dim, cache, op in itertools.product(
-            HEAD_DIMS, (dtype, *EIGHT_BITS), ("prefill", "decode")
-        )
-        for queries in ((1, 4, 8) if cache == dtype and head_dim == 128 else (4,))
+    caches = (dtype, *EIGHT_BITS)
+    found = []
+    for head_dim in HEAD_DIMS:
+        found += _pages(head_dim, 4, dtype, caches)
+        found += _rows(head_dim, dtype)
+    for queries in (1, 8):
+        found += _pages(128, queries, dtype, (dtype,))
+    found += _pages(128, 4, other, (other,))
+    found.append(KernelConfig("gradient", 128, 4, other, other, packed=True))
+    found += _pages(128, 4, dtype, caches, windowed=True)
+    found += _rows(128, dtype, windowed=True)
+    found += _pages(128, 4, dtype, caches, parts=True)
+    found.append(KernelConfig("experts", 0, 0, dtype, dtype, embed_dim=2048, mlp_dim=768))
+    return found
+
+
+def _pages(head_dim: int, queries: int, dtype: str, caches: Sequence[str], **kind: bool):
+    """Serving from pages with each of these formats."""
+    return [
+        KernelConfig(op, head_dim, queries, dtype, cache, PAGE_SIZE, **kind)
+        for cache in caches
+        for op in ("prefill", "decode")
     ]
-    rows = [
-        KernelConfig(op, head_dim, 4, dtype, dtype, packed=packed)
-        for head_dim, op, packed in itertools.product(
-            HEAD_DIMS, ("prefill", "gradient"), (False, True)
-        )
+
+
+def _rows(head_dim: int, dtype: str, **kind: bool):
+    """Whole rows with and without documents, and their gradients."""
+    return [
+        KernelConfig(op, head_dim, 4, dtype, dtype, packed=packed, **kind)
+        for op in ("prefill", "gradient")
+        for packed in (False, True)
     ]
-    second = [
-        KernelConfig("prefill", 128, 4, other, other, PAGE_SIZE),
-        KernelConfig("decode", 128, 4, other, other, PAGE_SIZE),
-        KernelConfig("gradient", 128, 4, other, other, packed=True),
-    ]
-    windows = [
-        KernelConfig(op, 128, 4, dtype, cache, PAGE_SIZE, windowed=True)
-        for op, cache in itertools.product(("prefill", "decode"), (dtype, *EIGHT_BITS))
-    ] + [
-        KernelConfig(op, 128, 4, dtype, dtype, packed=packed, windowed=True)
-        for op, packed in itertools.product(("prefill", "gradient"), (False, True))
-    ]
-    parts = [
-        KernelConfig(op, 128, 4, dtype, cache, PAGE_SIZE, parts=True)
-        for op, cache in itertools.product(("prefill", "decode"), (dtype, *EIGHT_BITS))
-    ]
-    experts = [KernelConfig("experts", 0, 0, dtype, dtype, embed_dim=2048, mlp_dim=768)]
-    return serving + rows + second + windows + parts + experts
 
 
 def _packed_rows(ops, config: Config, dtype, mesh) -> list[KernelConfig]:

@@ -150,11 +150,9 @@ class VerdictFile:
         return dataclasses.asdict(self.device) | {"implementation": self.implementation}
 
     def read(self) -> Verdicts:
-        """What is kept; nothing if the file is absent, damaged, or of another device."""
+        """What is kept; nothing if the file is absent or damaged."""
         try:
-            document = json.loads(self.path.read_text("utf-8")) if self.path else {}
-            if not document or document["device"] != self._header:
-                return {}
+            document = json.loads(self.path.read_text("utf-8")) if self.path else {"verdicts": []}
             return {
                 KernelConfig(**entry["configuration"]): Verdict.from_json(entry["verdict"])
                 for entry in document["verdicts"]

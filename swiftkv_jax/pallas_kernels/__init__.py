@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from .checks import check_decode, check_prefill
-    from .choice import Choice, choose
+    from .choice import choose
     from .decode_plan import DecodePlan
     from .gradients import ATTENTION_OUTPUT
     from .operands import AttentionOperands, AttentionSpec
@@ -31,7 +31,6 @@ _MODULES = {
     "ATTENTION_OUTPUT": "gradients",
     "AttentionOperands": "operands",
     "AttentionSpec": "operands",
-    "Choice": "choice",
     "DecodePlan": "decode_plan",
     "check_decode": "checks",
     "check_prefill": "checks",
@@ -48,7 +47,6 @@ __all__ = [
     "ATTENTION_OUTPUT",
     "AttentionOperands",
     "AttentionSpec",
-    "Choice",
     "DecodePlan",
     "Implementation",
     "check_decode",

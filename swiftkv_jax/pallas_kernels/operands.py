@@ -17,7 +17,14 @@ Op = Literal["prefill", "decode"]
 @struct.dataclass
 class AttentionOperands:
     """The arrays of a call of `prefill_attention` or `decode_attention`, checked. Integers are
-    int32; None stands for what the call does not have."""
+    int32; None stands for what the call does not have.
+
+    Position s of row b lies at `k[b, :, s]`; with a page table, at position `s % page` of page
+    `page_table[b, s // page]` of the pool. Query t of row b stands at `q_offset[b] + t`, or in
+    decoding at `length[b] - T + t`, and sees the positions up to its own that also lie before
+    `kv_lengths[b]` and have its segment id; from `lengths[b]` on it sees nothing. With scales a
+    value is what is stored times its scale.
+    """
 
     q: Any  # B T N H
     k: Any  # B K S H, or with a page table X K page H

@@ -58,14 +58,9 @@ def prefill(
     score_cap: float | None = None,
     return_lse: bool = False,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """Causal attention: query t of row b sees the keys up to `q_offset[b] + t`, and only those with
-    its own segment id, the last `window` of them, and the first `kv_lengths[b]`.
-
-    k and v are `B K S H`, or with a page table a pool of pages `X K page H`: position s of row b is
-    position `s % page` of page `page_table[b, s // page]`. Queries from `lengths[b]` on see nothing
-    and yield zeros. With scales, k without H, a value is what is stored times its scale. Pages and
-    scales are read one block at a time; only without them is this differentiable. With `return_lse`
-    also the logarithm of each query's sum of exponentials, not differentiable.
+    """Attention of these operands, with `window` of each query to the last so many positions; with
+    `return_lse` also the logarithm of each query's sum of exponentials, not differentiable. Pages
+    and scales are read one block at a time; only without them is this differentiable.
     """
     q, lengths, kv_lengths = operands.q, operands.lengths, operands.kv_lengths
     page_table, page = operands.page_table, operands.k.shape[2]
@@ -106,12 +101,8 @@ def decode(
     score_cap: float | None = None,
     return_lse: bool = False,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """Attention of the last T tokens of each row: query t sees the first `length[b] - T + t + 1`
-    positions, and the last `window` of them.
-
-    Keys, values and `return_lse` are as in `prefill`. A row of length 0 yields zeros. What
-    lies beyond the longest row's block is not read, unless reading it all is faster.
-    """
+    """The same for `decode_attention`. What lies beyond the longest row's block is not read, unless
+    reading it all is faster."""
     q, k, length = operands.q, operands.k, operands.length
     batch, queries, _, head_dim = q.shape
     most = decode_keys(current_device()[0], batch * k.shape[1] * head_dim * q.dtype.itemsize)

@@ -28,8 +28,9 @@ def test_the_standard_set_is_right_by_xla():
     """One of each op and format, with smaller pages: the operands and the reference fit
     together."""
     configs = configurations.standard_configs("hopper")
-    kinds = {(c.op, c.cache_dtype, c.windowed, c.parts): c for c in configs if c.dtype != "float16"}
-    assert len(kinds) == 21
+    configs = [c for c in configs if c.dtype != "float16" and c.cache_dtype != "float8_e4m3fn"]
+    kinds = {(c.op, c.cache_dtype, c.windowed, c.parts): c for c in configs}
+    assert len(kinds) == 15
     for config in kinds.values():
         small = dataclasses.replace(config, head_dim=64, page_size=config.page_size and 32)
         small = dataclasses.replace(small, embed_dim=128, mlp_dim=256)
@@ -122,9 +123,21 @@ KV_LENGTHS = {
 
 @pytest.mark.parametrize("mistake", KV_LENGTHS)
 def test_a_mistake_in_the_lengths_of_keys_is_noticed(mistake):
-    for cache_dtype in ("bfloat16", "int8"):
-        config = dataclasses.replace(PARTS, cache_dtype=cache_dtype)
-        assert error(config, with_kv_lengths(KV_LENGTHS[mistake])) > 3
+    config = dataclasses.replace(PARTS, cache_dtype="int8" if mistake == "all" else "bfloat16")
+    assert error(config, with_kv_lengths(KV_LENGTHS[mistake])) > 3
+
+
+@pytest.mark.parametrize(
+    ("mode", "verdict"),
+    [
+        ("is not finite", "wrong, results are not finite"),
+        ("raises", "failed, RuntimeError: ptxas exited with 255"),
+    ],
+)
+def test_what_a_verdict_says(mode, verdict):
+    config = dataclasses.replace(PREFILL, op="decode")
+    found = verdict_on(config, "xla", ops=Kernels(mode), positions=70, runs=1)
+    assert str(found) == verdict
 
 
 def test_other_experts_matrices_are_noticed(monkeypatch):

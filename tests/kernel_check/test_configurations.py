@@ -157,7 +157,7 @@ def test_experts_are_checked_on_hopper():
     assert unsupported_reason(DEVICES["v5e"], "tpu", experts) == "has no kernel for experts"
 
 
-@pytest.mark.parametrize("widths", [(512, 352), (352, 512)])
+@pytest.mark.parametrize("widths", [(512, 352), (352, 512), (704, 2048)])
 def test_widths_that_the_kernel_refuses_are_no_failure(widths):
     """XLA multiplies there, and the attention kernels stay."""
     config = KernelConfig(

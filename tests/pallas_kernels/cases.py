@@ -80,7 +80,7 @@ CHUNKS = {
     "of two prompts, an idle row first": Case(
         "prefill",
         (Row(5, 0, None, 0), Row(130, 70, None, 0), Row(60, 70, None, 1), Row(0, 33, None, 1)),
-        *(70, 4, 2, 384, 64),
+        *(70, 2, 1, 384, 64),
         page_size=128,
     ),
     "pages of 64, up to the last position": Case(
@@ -202,7 +202,9 @@ DECODE = {
     "decode several tokens": decoding(4, (4, 129, 63), 8, 2, 129, 128),
     "decode several tokens, one key/value head": decoding(7, (131,), 4, 1, 145, 256),
     "decode fewer positions than tokens": decoding(4, (2, 130), 4, 2, 130, 80, return_lse=True),
-    "decode one long row, many short": decoding(1, (3, 590, 0, 129), 4, 1, 600, 64),
+    "decode one long row, many short": decoding(
+        1, (3, 590, 0, 129), 4, 1, 600, 64, return_lse=True
+    ),
     "decode more splits than are combined at once": decoding(
         1, (1300, 200), 4, 2, 1300, 256, return_lse=True
     ),
@@ -226,7 +228,7 @@ DECODE |= {
     "decode blocks of four chunks": decoding(1, (1000, 300), 8, 2, 1024, 64),
 }
 GRADIENT = {
-    "gradient": Case("gradient", WHOLE, 140, 2, 1, 140, 64),
+    "gradient": Case("gradient", WHOLE, 100, 2, 1, 100, 64),
     "gradient of 4 queries a head": Case("gradient", WHOLE, 200, 4, 1, 200, 128),
     "gradient of documents": dataclasses.replace(PACKED["documents across blocks"], op="gradient"),
     "gradient of documents of one token": dataclasses.replace(
@@ -305,22 +307,18 @@ SHORT: dict[str, Collection[str]] = {
     "xla float8_e4m3fn": {"rows at different offsets", "decode", "decode several tokens"},
     "hopper bfloat16": {
         *("whole rows", "ragged rows at different offsets", "wide documents"),
-        *("documents, window 90", "offsets, window 129", "whole rows, window 65"),
-        *(
-            "of two prompts, an idle row first",
-            "chunks, window 200",
-            "chunks of one prompt, window 129",
-        ),
+        *("documents, window 90", "offsets, window 129"),
+        *("of two prompts, an idle row first", "chunks, window 200"),
         *("part of rows", "part of pages, window 65", "gradient of documents, window 70"),
         *("decode wide", "decode idle rows", "decode one long row, many short"),
         *("decode pages, several tokens", "decode pages, window 65", "decode rows, window 129"),
         *("decode several tokens, window 63", "gradient"),
     },
-    "hopper int8": {"part of pages", "decode pages, window 130", "decode pages, several tokens"},
-    "hopper float8_e4m3fn": {"pages of 256", "decode idle rows", "decode pages, window 130"},
+    "hopper int8": {"decode pages, window 130", "decode pages, several tokens"},
+    "hopper float8_e4m3fn": {"pages of 256", "decode idle rows"},
     "tpu bfloat16": {
         *("whole rows", "ragged rows at different offsets", "wide documents"),
-        *("documents, window 90", "offsets, window 129", "whole rows, window 65"),
+        *("documents, window 90", "offsets, window 129"),
         *("of two prompts, an idle row first", "chunks, window 200", "pages of 256"),
         *("part of rows", "part of pages", "part of pages, window 65"),
         *("gradient of documents, window 70", "gradient", "decode wide", "decode idle rows"),
@@ -328,7 +326,7 @@ SHORT: dict[str, Collection[str]] = {
         *("decode pages, window 65", "decode rows, window 129", "decode several tokens, window 63"),
         *("decode blocks of four pages", "decode blocks of four pages, window 600"),
     },
-    "tpu int8": {"part of pages", "decode blocks of two pages", "decode pages, window 130"},
+    "tpu int8": {"part of pages", "decode blocks of two pages"},
     "tpu float8_e4m3fn": {
         "pages of 256",
         "decode blocks of half a page",

@@ -171,6 +171,7 @@ CHOSEN: dict[str, tuple[str, dict[str, Any], str]] = {  # device, changes of the
     "wide heads": ("A100", {"head_dim": 256}, "xla"),
     "no multiple of 8": ("A100", {"head_dim": 100}, "xla"),
     "decode": ("A100", {"op": "decode"}, "xla"),
+    "decode of rows, which it takes by name": ("A100", {"op": "decode", "paged": False}, "xla"),
     "what a Hopper kernel refuses": ("H100", {"head_dim": 72}, "xla"),
 }
 

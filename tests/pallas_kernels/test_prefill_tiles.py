@@ -26,7 +26,6 @@ SHORT = {
     ("both", "ragged rows at different offsets"),
     ("persistent", "documents across blocks"),
     ("multicast", "4 queries a head, odd"),
-    ("both", "part of pages, window 65"),
 }
 
 

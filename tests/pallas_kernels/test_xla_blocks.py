@@ -44,10 +44,10 @@ def test_blocks_of_decode(platform, rows, keys):
     assert decode_keys(platform, rows * 8 * 128 * BF16) == keys
 
 
-DOCUMENTS = Case("gradient", (Row(documents=(310, 20, 200)),), 600, 32, 2, 600, 8)
 CASES = {
-    "documents": dataclasses.replace(DOCUMENTS, op="prefill"),
-    "gradient of documents": DOCUMENTS,  # two blocks of queries and of keys
+    "gradient of documents": Case(  # two blocks of queries and of keys
+        "gradient", (Row(documents=(310, 20, 200)),), 600, 32, 2, 600, 8
+    ),
     # Two blocks of 9 pages, of which the second row sees one.
     "chunks in a pool": Case(
         "prefill", (Row(2100, 128), Row(0, 100)), 128, 32, 2, 2304, 8, page_size=128

@@ -71,15 +71,11 @@ def attention(
     window: int | None = None,
     return_lse: bool = False,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"] | None]:
-    """Attention of the last T of the `length[b]` valid positions, each to all up to its own, or to
-    the last `window` of these. Length 0 yields zeros.
+    """Attention of these operands, with `window` of each query to the last so many positions; with
+    `return_lse` also the logarithm of each query's sum of exponentials, -inf where it sees nothing.
 
-    With scales the cache is int8 or float8_e4m3fn and a value is what is stored times its scale.
-    With `page_table` it is a pool: position s of row b is position `s % page` of page
-    `page_table[b, s // page]`. Positions from `length` on may hold any finite values. Without a
-    page table, an S that is no multiple of 8 costs a padded copy of the cache. `work` is the
-    `plan` of these operands. With `return_lse` also the logarithm of each query's sum of
-    exponentials, -inf where it sees nothing.
+    `work` is their `plan`. What no query sees may be anything finite. Without a page table, an S
+    that is no multiple of 8 costs a padded copy of the cache.
     """
     q, k, v, length = operands.q, operands.k, operands.v, operands.length
     k_scale, v_scale, page_table = operands.k_scale, operands.v_scale, operands.page_table

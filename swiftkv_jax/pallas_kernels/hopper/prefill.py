@@ -57,21 +57,13 @@ def attention(
     window: int | None = None,
     save_lse: bool = False,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"] | None]:
-    """Attention of query t of row b to the keys s <= q_offset[b] + t, if t < lengths[b]; otherwise
-    zeros. Without `q_offset` that is 0, without `lengths` all queries are real: a block then starts
-    its loads without reading either first.
+    """Attention of these operands, with `window` of each query to the last so many positions; with
+    `save_lse` also log(sum(exp(scores))), +inf where a query sees nothing.
 
-    With `segment_ids` (then S = T and no offset) only to those of its own document, with `window`
-    only to the last so many. `q_offset[b] + T <= S`; keys and values that no query sees may be
-    anything finite. With `save_lse` also returns log(sum(exp(scores))), +inf where a query sees
-    nothing. An S that is not a multiple of 8 costs a padded copy of k and v, a T only one of q.
-
-    With `page_table` (and no segment ids) k and v are a pool: position s of row b is position `s %
-    page` of page `page_table[b, s // page]`, and only `q_offset[b] + lengths[b] <= P page`. Pages
-    that no real query sees are not read.
-
-    With `kv_lengths` (and no segment ids) only to the keys s < kv_lengths[b], wherever the queries
-    stand.
+    Without `q_offset` that is 0, without `lengths` all queries are real: a block then starts its
+    loads without reading either first. What no query sees may be anything finite, and pages that no
+    real query sees are not read. An S that is not a multiple of 8 costs a padded copy of k and v, a
+    T only one of q.
     """
     q, k, v = operands.q, operands.k, operands.v
     page_table, segment_ids = operands.page_table, operands.segment_ids

@@ -53,13 +53,8 @@ def attention(
     window: int | None = None,
     return_lse: bool = False,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"] | None]:
-    """Attention of the last T of `length[b]` tokens of each row, each to all up to its own, or to
-    the last `window` of these; zeros for a query that sees nothing.
-
-    k, v: bfloat16 or float32, or float8_e4m3fn or int8 with a float32 scale per position and head.
-    With `page_table` they are a pool: position s of row b is position `s % page` of page
-    `page_table[b, s // page]`. With `return_lse` also the logarithm of each query's sum of
-    exponentials, -inf where it sees nothing.
+    """Attention of these operands, with `window` of each query to the last so many positions; with
+    `return_lse` also the logarithm of each query's sum of exponentials, -inf where it sees nothing.
     """
     q, k, page_table = operands.q, operands.k, operands.page_table
     batch, queries, heads, head_dim = q.shape

@@ -123,16 +123,8 @@ def attention(
     window: int | None = None,
     save_lse: bool = False,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"] | None]:
-    """Attention of queries at positions q_offset[b] + t, and with `save_lse` the logarithm of each
-    softmax's denominator.
-
-    Query t of row b sees the keys up to and including its own position, with `segment_ids` (S = T,
-    no offset) those of its own document, with `window` the last so many. Queries t >= lengths[b]
-    are padding: zeros, with lse = inf. Without `q_offset` that is 0, without `lengths` no query is
-    padding.
-    With `page_table` (and no segment ids) k and v are a pool: position s of row b is position `s %
-    page` of page `page_table[b, s // page]`. With `kv_lengths` (and no segment ids) only the keys s
-    < kv_lengths[b] are seen, wherever the queries stand; with none of them, lse = inf too.
+    """Attention of these operands, with `window` of each query to the last so many positions; with
+    `save_lse` also the logarithm of each softmax's denominator, +inf where a query sees nothing.
     """
     q, k, v = operands.q, operands.k, operands.v
     offset, lengths, kv_lengths = operands.q_offset, operands.lengths, operands.kv_lengths
