@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from .. import cli
 from ..calibration import SLOPE_TOKENS
-from ..checkpoints import open_any, save_hf
+from ..checkpoints import save_hf
 from ..checkpoints.far_loss import far_loss_warning
 from ..checkpoints.source import Source
 from ..checkpoints.training_run import CALIBRATION, EXPORT
@@ -24,21 +24,20 @@ from ..cli.devices import join_and_emulate, refuse_x64
 from ..cli.fields import given
 from ..cli.model_options import ProcessOptions
 from ..errors import UsageError
-from ..kernel_check import checked_implementation, forward_configs
+from ..kernel_check import forward_configs
+from ..model.attention import Attention
 from ..model.config import Config
 from ..model.cut import CUT_FIELDS, has_same_delta
-from ..model.mesh import MeshShape, make_mesh
 from ..model.model import AuxiliaryFiles, Model
 from ..model.stacks import cast
-from ..process.distributed import check_all_take_part, is_main_process
+from ..process.distributed import is_main_process
 from ..process.files import write_json
-from .analysis.chosen_cut import with_cut
 from .analysis.given_analysis import warn_over_budget
 from .arguments import make_options
 from .calibrate_options import CALIBRATION_DEMO, CalibrationOptions
 from .data.loader import DatasetMixture
 from .loss.far_tokens import FAR_NATS, MIN_FAR_TOKENS, far_cell
-from .recipe import Recipe
+from .loss.objective import Objective
 from .run.evaluation import (
     compare_rows,
     far_loss,
@@ -46,23 +45,16 @@ from .run.evaluation import (
     noted_far_loss,
     warn_of_far_loss,
 )
-from .run.output_folder import prepare_folder, removed_if_empty
-from .run.setup import (
-    boundary_settings,
-    check_closed_form,
-    cut_model,
-    describe_run,
-    load_data,
-    load_model,
-    open_tokenizer,
-    source_dtype,
-)
-from .run.start import calibration_tokens, initialize_delta, rows_left, scale_queries
+from .run.open_run import open_run
+from .run.setup import boundary_settings, check_closed_form, describe_run
+from .run.start import calibration_tokens, copied_delta, fitted_delta, rows_left, scale_queries
 from .run.step import make_eval_step
 
 logger = logging.getLogger(__name__)
 
 
+MEASURED = Objective(temperature=1.0, hidden_weight=0.0, hidden="relative")
+"""The divergence of the models as they are: at temperature 1, without the hidden state's."""
 HELD_OUT = "held-out text"
 LEFT = "the data, in rows that were not fitted to"
 """What a table was measured on."""
@@ -74,16 +66,13 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError("`topology` goes with `dry_run`: a run uses the devices that are here")
     if options.keep_delta and args.dry_run:
         raise UsageError("`dry_run`: there is none of `keep_delta`, which fits nothing")
-    if options.keep_delta and options.calibration_tokens is not None:
-        raise UsageError("`calibration_tokens`: `keep_delta` fits nothing to them")
-    recipe = _recipe(options)
     if args.dry_run:
         from .plan import calibration_plan
 
-        return calibration_plan.main(recipe, args.topology)
+        return calibration_plan.main(options, args.topology)
     refuse_x64()
     join_and_emulate(options.mesh, **given(ProcessOptions, args))
-    run(recipe, keep_delta=options.keep_delta)
+    run(options)
     return cli.OK
 
 
@@ -94,72 +83,38 @@ def options_from(args: argparse.Namespace) -> CalibrationOptions:
     return make_options(fields, demo=demo, command="calibration", dry_run=dry_run)
 
 
-def _recipe(options: CalibrationOptions) -> Recipe:
-    """The settings by which a student is measured: a divergence between the models as they are, at
-    temperature 1, without the hidden state's."""
-    fields = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
-    del fields["keep_delta"]
-    return Recipe(temperature=1.0, hidden_loss_weight=0.0, **fields)
-
-
-def run(recipe: Recipe, *, keep_delta: bool = False) -> None:
+def run(options: CalibrationOptions) -> None:
     """Calibrate and export to `output_dir/model`. Raises as training does, and `UsageError` if the
     folder has a model already, or `keep_delta` has nothing to scale."""
-    mesh = make_mesh(recipe.mesh)
-    check_all_take_part(mesh)
-    recipe = dataclasses.replace(recipe, mesh=MeshShape(*mesh.devices.shape))
-    source = open_any(recipe.model)
-    recipe = with_cut(recipe, source, mesh)
-    config = cut_model(recipe, source.config)
-    if keep_delta:
-        _check_kept(source, config)
-    else:
-        check_closed_form(config)
-        if source.has_delta:
-            logger.warning("the model has a delta already, which a new fit replaces")
-        if config.has_two_caches:
-            logger.warning(
-                "`generated_kv`=own with layers that share caches: first distil such a model for "
-                "boundary, then scale it with `keep_delta`"
-            )
-    exported = recipe.output_dir / EXPORT
-    with removed_if_empty(recipe.output_dir):
-        prepare_folder(recipe.output_dir, recipe.model)
-        if exported.exists():
-            raise UsageError(f"`output_dir`={recipe.output_dir}: it holds a model already")
-        data, eval_data = load_data(recipe, open_tokenizer(recipe))
-    given = load_model(recipe, config, mesh)
-    model = dataclasses.replace(given, swiftkv=None)
+    opened = open_run(options, check_calibration, forward_configs)
+    options, mesh, data = opened.options, opened.mesh, opened.data
+    found, keep_delta = opened.model, options.keep_delta
+    model = dataclasses.replace(found, swiftkv=None)
     if not keep_delta:  # whatever delta the checkpoint has is left behind, with its order of heads
-        plain = dataclasses.replace(config, shared_kv_heads=None)
+        plain = dataclasses.replace(model.config, shared_kv_heads=None)
         model = dataclasses.replace(model, config=plain)
-    export_dtype = source_dtype(model)
-    configs = forward_configs(config, model.dtype, mesh)
-    attention = checked_implementation(None, configs, mesh.local_devices[0])
-    recipe = dataclasses.replace(recipe, attention=attention)
-    logger.info("%s", describe_run(recipe, model, mesh))
+    config = model.config
+    logger.info("%s", describe_run(options, model, mesh))
 
     start = time.perf_counter()
     if keep_delta:
-        calibrated, layers = scale_queries(recipe, given, data, mesh), ()
+        calibrated, layers = scale_queries(options, found, data, mesh), ()
     else:
-        calibrated, layers = initialize_delta(recipe, model, data, mesh)
+        calibrated, layers = fitted_delta(options, model, data, mesh)
     jax.block_until_ready(calibrated.swiftkv)
     seconds = time.perf_counter() - start
     logger.info("calibrated in %.1f s", seconds)
     results, chosen = {}, None
-    if eval_data is None:
-        fitted = 0 if keep_delta else calibration_tokens(recipe, config)
+    if opened.eval_data is None:
+        fitted = 0 if keep_delta else calibration_tokens(options, config)
         scaled = SLOPE_TOKENS if config.has_two_caches else 0
-        chosen = rows_left(recipe, data, max(fitted, scaled))
-    if eval_data is not None or chosen is not None:
+        chosen = rows_left(options, data, max(fitted, scaled))
+    if opened.eval_data is not None or chosen is not None:
         if keep_delta:
-            students = {"as it was": given, "scaled": calibrated}
+            students = {"as it was": found, "scaled": calibrated}
         else:
-            copied = dataclasses.replace(recipe, init="authors", calibration_tokens=None)
-            copy = initialize_delta(copied, model, data, mesh)[0]
-            students = {"copied": copy, "calibrated": calibrated}
-        results = measure(recipe, students, eval_data or data, mesh, chosen)
+            students = {"copied": copied_delta("authors", model, mesh), "calibrated": calibrated}
+        results = measure(options, students, opened.eval_data or data, mesh, chosen)
         del students
     else:
         logger.warning(
@@ -174,25 +129,42 @@ def run(recipe: Recipe, *, keep_delta: bool = False) -> None:
             *_, last = results.values()
             share = last["perplexity"] / last["teacher_perplexity"] - 1
             remedy = "distil it, or keep more layers (`num_key_value_layers`)"
-            warn_over_budget(recipe, config, share, remedy)
+            warn_over_budget(options, config, share, remedy)
         write_json(
-            recipe.output_dir / CALIBRATION,
+            options.output_dir / CALIBRATION,
             {
-                "model": str(Path(recipe.model).absolute()),
-                "data": recipe.data,
+                "model": str(Path(options.model).absolute()),
+                "data": options.data,
                 **{name: getattr(config, name) for name in CUT_FIELDS},
                 "layers": [dataclasses.asdict(layer) for layer in layers],
                 "held_out": results,
                 "warning": _warning(files, results),
-                "measured_on": recipe.eval_data if chosen is None else recipe.data,
+                "measured_on": options.eval_data if chosen is None else options.data,
                 "seconds": round(seconds, 2),
             },
         )
-    llama, delta = (cast(tree, export_dtype) for tree in (calibrated.llama, calibrated.swiftkv))
-    save_hf(
-        dataclasses.replace(calibrated, llama=llama, swiftkv=delta, auxiliary_files=files), exported
-    )
-    logger.info("the model is in %s", exported)
+    dtype = opened.export_dtype
+    llama, delta = cast(calibrated.llama, dtype), cast(calibrated.swiftkv, dtype)
+    exported = dataclasses.replace(calibrated, llama=llama, swiftkv=delta, auxiliary_files=files)
+    save_hf(exported, opened.exported)
+    logger.info("the model is in %s", opened.exported)
+
+
+def check_calibration(options: CalibrationOptions, source: Source, config: Config) -> None:
+    """Raise `UsageError` for a model that cannot be calibrated as the options say."""
+    if options.keep_delta:
+        _check_kept(source, config)
+    else:
+        check_closed_form(config)
+        if source.has_delta:
+            logger.warning("the model has a delta already, which a new fit replaces")
+        if config.has_two_caches:
+            logger.warning(
+                "`generated_kv`=own with layers that share caches: first distil such a model for "
+                "boundary, then scale it with `keep_delta`"
+            )
+    if (options.output_dir / EXPORT).exists():
+        raise UsageError(f"`output_dir`={options.output_dir}: it holds a model already")
 
 
 def _far_loss(results: dict[str, dict[str, Any]]) -> tuple[int, float | None]:
@@ -232,7 +204,7 @@ def _check_kept(source: Source, config: Config) -> None:
 
 
 def measure(
-    recipe: Recipe,
+    options: CalibrationOptions,
     students: dict[str, Model],
     data: DatasetMixture,
     mesh: Mesh,
@@ -242,8 +214,9 @@ def measure(
     or the first of `data`), perplexities, divergence and agreement on them, and the nats lost on
     those that depend on the far prompt, of which there may be none."""
     first = next(iter(students.values()))
-    rows = load_held_out(recipe, first.config, first.llama, data, mesh, chosen)
-    step_of = functools.cache(functools.partial(make_eval_step, recipe=recipe, mesh=mesh))
+    rows = load_held_out(options, first.config, first.llama, data, mesh, chosen)
+    attention = Attention(mesh, options.attention)
+    step_of = functools.cache(lambda config: make_eval_step(config, MEASURED, attention))
     results = {}
     for name, student in students.items():
         step = functools.partial(step_of(student.config), student.swiftkv, student.llama)

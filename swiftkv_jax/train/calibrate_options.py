@@ -19,14 +19,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
-from ..cli.fields import MISSING, add_flags, check_minimums, option
+from ..cli.fields import MISSING, add_flags, option
 from ..cli.model_options import ProcessOptions, revision
+from ..errors import UsageError
 from ..model.config import GeneratedKV
 from ..model.mesh_shape import MeshShape, parse_mesh
+from ..pallas_kernels import Implementation
 from . import shared_options as shared
-from .recipe import DEMO
+from .recipe import DEMO, Recipe
+from .shared_options import Init, check_rows, check_shared
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,8 +85,26 @@ class CalibrationOptions:
     )
     dtype: Literal["float32", "bfloat16"] | None = shared.dtype()
 
+    init: ClassVar[Init] = "closed-form"
+    shard_sequence: ClassVar[bool] = False
+    attention: Implementation | None = None
+    """Chosen for the device when the model is read."""
+
     def __post_init__(self):
-        check_minimums(self)
+        check_shared(self)
+        check_rows(self)
+        if self.keep_delta and self.calibration_tokens is not None:
+            raise UsageError("`calibration_tokens`: `keep_delta` fits nothing to them")
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Rows at a time, over all devices."""
+        return self.batch_size
+
+    @property
+    def eval_micro_batches(self) -> int:
+        """Batches of held-out rows that are measured."""
+        return self.eval_batches
 
 
 CALIBRATION_DEMO = CalibrationOptions(
@@ -95,6 +116,10 @@ CALIBRATION_DEMO = CalibrationOptions(
     max_length=DEMO.max_length,
 )
 """The calibration without a named model."""
+
+
+RunOptions = Recipe | CalibrationOptions
+"""Options that a model, data and an output folder follow from."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .. import demo
-from ..cli.fields import MISSING, check_minimums, option
+from ..cli.fields import MISSING, option
 from ..cli.model_options import revision
 from ..errors import UsageError
 from ..model.config import Config, GeneratedKV, Remat
@@ -27,7 +27,15 @@ from .loss.objective import (
     Objective,
     Padding,
 )
-from .shared_options import Init, Steers, check_calibration_tokens, steering
+from .shared_options import (
+    Init,
+    Steers,
+    check_calibration_tokens,
+    check_rows,
+    check_share,
+    check_shared,
+    steering,
+)
 
 Schedule = Literal["linear", "cosine", "constant"]
 """Course of the learning rate after its warm-up."""
@@ -230,45 +238,31 @@ class Recipe:
     """That of step 0 is one of them."""
 
     def __post_init__(self):
-        check_minimums(self)
+        check_shared(self)
         for name in ("learning_rate", "temperature", "max_grad_norm"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
-                raise UsageError(f"`{name}`={value}: must be above 0 and finite")
-        if not 0 <= self.seed < 2**32:
-            raise UsageError(f"`seed`={self.seed}: must be from 0 to {2**32 - 1}")
-        for name in ("warmup_ratio", "max_unreadable_share"):
-            value = getattr(self, name)
-            if not 0 <= value < 1:
-                raise UsageError(f"`{name}`={value}: must be from 0 to below 1")
+                raise UsageError(f"`{name}`={value}: must be above 0 and finite", option=name)
+        check_share("warmup_ratio", self.warmup_ratio)
         if not self.hidden_loss_weight >= 0:
             raise UsageError(f"`hidden_loss_weight`={self.hidden_loss_weight}: must be at least 0")
         check_calibration_tokens(self.calibration_tokens, self.init)
-        self._check_batch()
-        self._check_evaluation()
-        if self.profile_steps is not None:
-            from .run.profiling import parse_steps
-
-            parse_steps(self.profile_steps)
-
-    def _check_batch(self) -> None:
         if self.batch_size % self.gradient_accumulation_steps:
             raise UsageError(
                 f"`batch_size`={self.batch_size} must be a multiple of "
                 f"`gradient_accumulation_steps`={self.gradient_accumulation_steps}"
             )
-        if self.micro_batch_size % self.mesh.rows:
-            parts = self.gradient_accumulation_steps
-            divided = f" in {parts} micro-batches" if parts > 1 else ""
-            raise UsageError(
-                f"`batch_size`={self.batch_size}{divided} must be a multiple of the "
-                f"{self.mesh.rows} data devices of `mesh`"
-            )
+        check_rows(self)
         if self.shard_sequence and self.max_length % self.mesh.model:
             raise UsageError(
                 f"`shard_sequence`: `max_length`={self.max_length} must be a multiple of the "
                 f"{self.mesh.model} model devices"
             )
+        self._check_evaluation()
+        if self.profile_steps is not None:
+            from .run.profiling import parse_steps
+
+            parse_steps(self.profile_steps)
 
     def _check_evaluation(self) -> None:
         uses_best = self.early_stopping_patience or self.load_best_model_at_end
@@ -286,6 +280,11 @@ class Recipe:
     def micro_batch_size(self) -> int:
         """Rows in a micro-batch, over all devices."""
         return self.batch_size // self.gradient_accumulation_steps
+
+    @property
+    def eval_micro_batches(self) -> int:
+        """Micro-batches of held-out rows in an evaluation."""
+        return self.eval_batches * self.gradient_accumulation_steps
 
     @property
     def objective(self) -> Objective:

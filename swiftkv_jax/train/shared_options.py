@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
-from ..cli.fields import option
+from ..cli.fields import check_minimums, option
 from ..errors import UsageError
 
 Init = Literal["closed-form", "leader", "authors"]
@@ -35,6 +35,32 @@ def check_calibration_tokens(tokens: int | None, init: Init) -> None:
         raise UsageError(
             f"`calibration_tokens`={tokens} needs `init`=closed-form, and it is {init}"
         )
+
+
+def check_shared(options: Any) -> None:
+    """Raise `UsageError` for a value that neither a run nor a calibration can have."""
+    check_minimums(options)
+    if not 0 <= options.seed < 2**32:
+        raise UsageError(f"`seed`={options.seed}: must be from 0 to {2**32 - 1}", option="seed")
+    check_share("max_unreadable_share", options.max_unreadable_share)
+
+
+def check_rows(options: Any) -> None:
+    """Raise `UsageError` for rows that cannot be divided over the devices."""
+    if options.micro_batch_size % options.mesh.rows:
+        parts = options.batch_size // options.micro_batch_size
+        divided = f" in {parts} micro-batches" if parts > 1 else ""
+        raise UsageError(
+            f"`batch_size`={options.batch_size}{divided} must be a multiple of the "
+            f"{options.mesh.rows} data devices of `mesh`",
+            option="batch_size",
+        )
+
+
+def check_share(name: str, value: float) -> None:
+    """Raise `UsageError` for a share of one or more."""
+    if not 0 <= value < 1:
+        raise UsageError(f"`{name}`={value}: must be from 0 to below 1", option=name)
 
 
 def steering[T](default: T, help: str, *, earlier: Any = None, **how: Any) -> T:

@@ -18,7 +18,7 @@ from swiftkv_jax.train.recipe import (
     STEERING_LATER,
     Recipe,
 )
-from swiftkv_jax.train.run.setup import cut_model, fingerprint
+from swiftkv_jax.train.run.setup import check_loss, cut_model, fingerprint
 from tests import tiny
 
 RECIPE = Recipe(model="m", data=("d",), output_dir=Path("o"), max_length=64)
@@ -65,9 +65,9 @@ def test_a_hidden_state_that_cannot_differ_is_refused(layer):
     """States up to the one that enters layer 2 are the teacher's."""
     recipe = dataclasses.replace(RECIPE, hidden_loss_layer=layer)
     with pytest.raises(UsageError, match="teacher and student have the same state there"):
-        cut_model(recipe, config_of())
-    assert cut_model(dataclasses.replace(recipe, hidden_loss_weight=0.0), config_of())
-    assert cut_model(dataclasses.replace(recipe, hidden_loss_layer=3), config_of())
+        check_loss(recipe, config_of())
+    check_loss(dataclasses.replace(recipe, hidden_loss_weight=0.0), config_of())
+    check_loss(dataclasses.replace(recipe, hidden_loss_layer=3), config_of())
 
 
 def test_a_delta_needs_no_closed_form():

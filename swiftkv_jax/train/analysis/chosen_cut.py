@@ -17,6 +17,7 @@ from ...model.cut import CUT_FIELDS
 from ...model.model import default_dtype
 from ...plan.cost import prefill_flops
 from ...process.distributed import is_main_process
+from ..calibrate_options import CalibrationOptions, RunOptions
 from ..loss.far_tokens import MIN_FAR_TOKENS
 from ..recipe import Recipe
 from ..run.output_folder import prepare_folder, removed_if_empty
@@ -48,7 +49,7 @@ STUDENTS = 25
 """About as many as an analysis measures."""
 
 
-def with_cut(recipe: Recipe, source: Source, mesh: Mesh) -> Recipe:
+def with_cut[T: (Recipe, CalibrationOptions)](recipe: T, source: Source, mesh: Mesh) -> T:
     """The recipe with the recommended cut, if it names none and the model has none.
 
     What it names of the cut stays. A run that continues has its recorded cut, and one that was
@@ -78,7 +79,7 @@ class _NotRecommendedError(Exception):
     """Why no cut is recommended."""
 
 
-def _recommendation(recipe: Recipe, config: Config, mesh: Mesh) -> Recommendation:
+def _recommendation(recipe: RunOptions, config: Config, mesh: Mesh) -> Recommendation:
     """Take the recommendation of an analysis in which losses on far tokens are known. Raises
     `_NotRecommendedError`."""
     if recipe.init != "closed-form":
@@ -103,7 +104,7 @@ def _recommendation(recipe: Recipe, config: Config, mesh: Mesh) -> Recommendatio
     return chosen
 
 
-def _made_before(recipe: Recipe, config: Config) -> Recommendation | None:
+def _made_before(recipe: RunOptions, config: Config) -> Recommendation | None:
     """The recommendation of this run's own analysis, if one with the same options is there."""
     folder, options = recipe.output_dir / FOLDER, _options(recipe, config)
     try:
@@ -125,7 +126,7 @@ def _made_before(recipe: Recipe, config: Config) -> Recommendation | None:
     return found.recommendation
 
 
-def _takes_too_long(recipe: Recipe, config: Config, mesh: Mesh) -> str | None:
+def _takes_too_long(recipe: RunOptions, config: Config, mesh: Mesh) -> str | None:
     """Why there is no analysis if it would take longer than `LONGEST`; None if it would not."""
     seconds = estimate(config, recipe) / (UTILISATION * _peak(recipe, mesh))
     if seconds <= LONGEST:
@@ -136,12 +137,12 @@ def _takes_too_long(recipe: Recipe, config: Config, mesh: Mesh) -> str | None:
     )
 
 
-def _peak(recipe: Recipe, mesh: Mesh) -> float:
+def _peak(recipe: RunOptions, mesh: Mesh) -> float:
     dtype = jnp.dtype(recipe.dtype) if recipe.dtype else default_dtype()
     return peak_flops(mesh, dtype).flops
 
 
-def estimate(config: Config, recipe: Recipe) -> float:
+def estimate(config: Config, recipe: RunOptions) -> float:
     """Operations of an analysis, about."""
     options = _options(recipe, config)
     per_row = prefill_flops(config, options.max_length, swiftkv=False)
@@ -151,7 +152,7 @@ def estimate(config: Config, recipe: Recipe) -> float:
     return 3 * fitted * per_row + STUDENTS * options.rows * (per_row / 2 + 2 * logits)
 
 
-def _options(recipe: Recipe, config: Config) -> AnalyzeOptions:
+def _options(recipe: RunOptions, config: Config) -> AnalyzeOptions:
     tokens = ANALYSIS_TOKENS_PER_DIMENSION * config.embed_dim
     return AnalyzeOptions(
         model=recipe.model,
@@ -167,7 +168,7 @@ def _options(recipe: Recipe, config: Config) -> AnalyzeOptions:
     )
 
 
-def _analyze(recipe: Recipe, config: Config, mesh: Mesh) -> Recommendation | None:
+def _analyze(recipe: RunOptions, config: Config, mesh: Mesh) -> Recommendation | None:
     options = _options(recipe, config)
     settings = settle(options)
     found = measure(options, settings, mesh)

@@ -13,6 +13,7 @@ from ...checkpoints.hub import repository_of
 from ...errors import CheckpointError, DataError, UsageError
 from ...model.config import GENERATED_KV, Config
 from ...model.cut import CUT_FIELDS
+from ..calibrate_options import CalibrationOptions, RunOptions
 from ..recipe import Recipe
 from ..run.setup import cut_model
 from .recommendation import Recommendation, describe_cut
@@ -87,7 +88,7 @@ def _checked(file: Path, name: str, value: Any, kind: str) -> Any:
     return value
 
 
-def with_analysis(recipe: Recipe, config: Config) -> Recipe:
+def with_analysis[T: (Recipe, CalibrationOptions)](recipe: T, config: Config) -> T:
     """The recipe with the cut that the one in `recipe.analysis` recommends for a model of `config`.
 
     The log has the recommendation: as a warning if it is not within its budget, or if its loss on
@@ -119,7 +120,9 @@ def model_name(model: str) -> str:
     return Path(repository[0] if repository else model).resolve().name
 
 
-def with_recommendation(recipe: Recipe, config: Config, chosen: Recommendation) -> Recipe:
+def with_recommendation[T: (Recipe, CalibrationOptions)](
+    recipe: T, config: Config, chosen: Recommendation
+) -> T:
     """The recipe with the recommended cut where it names none, which the log says. Raises
     `UsageError` where what it names does not go with the rest."""
     doubtful = not chosen.within_budget or chosen.far_is_unknown
@@ -146,7 +149,7 @@ def with_recommendation(recipe: Recipe, config: Config, chosen: Recommendation) 
     return filled
 
 
-def filled_cut(recipe: Recipe, cut: dict[str, Any]) -> Recipe:
+def filled_cut[T: (Recipe, CalibrationOptions)](recipe: T, cut: dict[str, Any]) -> T:
     """The recipe with the fields of `cut` that it does not name. Without prompt attention layers
     there are no neurons, and with `generated_kv`=boundary there is no tail."""
     if recipe.prompt_attention_layers == 0:
@@ -157,7 +160,7 @@ def filled_cut(recipe: Recipe, cut: dict[str, Any]) -> Recipe:
     return dataclasses.replace(recipe, **missing)
 
 
-def warn_over_budget(recipe: Recipe, config: Config, lost: float | None, remedy: str) -> None:
+def warn_over_budget(recipe: RunOptions, config: Config, lost: float | None, remedy: str) -> None:
     """Log a warning if a student lost a larger share of the teacher's perplexity on held-out text
     than the analysis that recommended its K allows. `lost` None: nothing was measured."""
     folder = recipe.output_dir / FOLDER if recipe.analysis is None else Path(recipe.analysis)

@@ -32,7 +32,7 @@ from ...model.params import llama_shapes, swiftkv_shapes
 from ...model.sharding import batch_sharding, llama_shardings, swiftkv_shardings
 from ...plan.cost import calibration_flops_by_part, kv_width, query_scale_flops_by_part
 from ...plan.hardware import Hardware
-from ..recipe import Recipe
+from ..calibrate_options import CalibrationOptions
 from ..run.start import calibration_tokens
 from .memory import sharded_bytes
 from .plan import (
@@ -53,58 +53,62 @@ REGRESSION = 6
 _ADVICE = "more devices along fsdp or model in `mesh`, or a smaller `batch_size`"
 
 
-def main(recipe: Recipe, topology: str | None) -> int:
+def main(options: CalibrationOptions, topology: str | None) -> int:
     """Print the plan on standard output. Returns the exit code; raises as `plan.main` does."""
-    config, mesh, recipe, dtype = planned_model(recipe, topology)
-    memory = memory_per_device(recipe, config, mesh, dtype)
-    print(describe(recipe, config, dtype))
+    config, mesh, options, dtype = planned_model(options, topology)
+    memory = memory_per_device(options, config, mesh, dtype)
+    print(describe(options, config, dtype))
     print(f"\n{table_of_bytes('memory per device', memory)}")
     host = host_memory(config, dtype)
     print(f"\n{table_of_bytes('memory of the host', host)}")
-    print(f"\n{table_of_flops(calibration_flops_by_part(config, recipe.max_length))}")
-    print(f"\n{time_table(recipe, config, sum(memory.values()), machines_of(mesh))}")
+    print(f"\n{table_of_flops(calibration_flops_by_part(config, options.max_length))}")
+    print(f"\n{time_table(options, config, sum(memory.values()), machines_of(mesh))}")
     if config.has_two_caches:
-        tokens = _in_whole_batches(recipe, SLOPE_TOKENS)
+        tokens = _in_whole_batches(options, SLOPE_TOKENS)
         print(f"\nthen a pass over {tokens:,} of these tokens for the scale of queries")
-        print(table_of_flops(query_scale_flops_by_part(config, recipe.max_length)))
-    print(f"\n{serving_table(config, dtype, recipe.max_length)}")
+        print(table_of_flops(query_scale_flops_by_part(config, options.max_length)))
+    print(f"\n{serving_table(config, dtype, options.max_length)}")
     if topology is not None:
-        _compile(recipe, config, mesh, dtype, sum(memory.values()))
+        _compile(options, config, mesh, dtype, sum(memory.values()))
     return OK
 
 
-def _compile(recipe: Recipe, config: Config, mesh: Any, dtype: jnp.dtype, planned: float) -> None:
+def _compile(
+    options: CalibrationOptions, config: Config, mesh: Any, dtype: jnp.dtype, planned: float
+) -> None:
     """Print the compiler's figures. Raises `OutOfMemoryError` if a batch does not fit."""
-    lowered, about = lower_batch(recipe, config, mesh, dtype), "weights and second moments"
+    lowered, about = lower_batch(options, config, mesh, dtype), "weights and second moments"
     compile_and_report(lowered, mesh, "calibration", about, planned, _ADVICE)
     if config.has_two_caches:
-        lowered, about = lower_query_scale(recipe, config, mesh, dtype), "weights and delta"
+        lowered, about = lower_query_scale(options, config, mesh, dtype), "weights and delta"
         compile_and_report(lowered, mesh, "scale of queries", about, planned, _ADVICE)
 
 
-def describe(recipe: Recipe, config: Config, dtype: jnp.dtype) -> str:
+def describe(options: CalibrationOptions, config: Config, dtype: jnp.dtype) -> str:
     """Two lines: the cut and the tokens, the devices and what the host solves."""
-    tokens = calibration_tokens(recipe, config)
-    rows = recipe.micro_batch_size
-    steps = math.ceil(tokens / (rows * recipe.max_length))
+    tokens = calibration_tokens(options, config)
+    rows = options.micro_batch_size
+    steps = math.ceil(tokens / (rows * options.max_length))
     return (
         f"calibration of {config.num_upper_layers} upper layers of {config.num_layers} in groups "
         f"of {config.key_value_group_size}{boundary_words(config)} on {tokens:,} tokens: "
-        f"{steps} batches of {rows} rows of {recipe.max_length:,}, more where rows have padding\n"
-        f"mesh {recipe.mesh} ({count_devices(recipe.mesh)}), {dtype}; then one factorisation "
+        f"{steps} batches of {rows} rows of {options.max_length:,}, more where rows have padding\n"
+        f"mesh {options.mesh} ({count_devices(options.mesh)}), {dtype}; then one factorisation "
         f"of {num_inputs(config):,} x {num_inputs(config):,} numbers per upper layer on the host"
     )
 
 
-def time_table(recipe: Recipe, config: Config, memory: float, machines: Sequence[Hardware]) -> str:
+def time_table(
+    options: CalibrationOptions, config: Config, memory: float, machines: Sequence[Hardware]
+) -> str:
     """For each machine, the time of the passes at the assumed utilisation, and whether their
     `memory` fits; then the host's operations."""
-    per_token = sum(calibration_flops_by_part(config, recipe.max_length).values())
-    flops = per_token * _in_whole_batches(recipe, calibration_tokens(recipe, config))
+    per_token = sum(calibration_flops_by_part(config, options.max_length).values())
+    flops = per_token * _in_whole_batches(options, calibration_tokens(options, config))
     if config.has_two_caches:
-        scale = query_scale_flops_by_part(config, recipe.max_length)
-        flops += sum(scale.values()) * _in_whole_batches(recipe, SLOPE_TOKENS)
-    devices = math.prod(recipe.mesh)
+        scale = query_scale_flops_by_part(config, options.max_length)
+        flops += sum(scale.values()) * _in_whole_batches(options, SLOPE_TOKENS)
+    devices = math.prod(options.mesh)
     lines = [f"time at an assumed {ASSUMED_UTILISATION:.0%} of the published bfloat16 peak"]
     for machine in machines:
         seconds = flops / (ASSUMED_UTILISATION * machine.flops * devices)
@@ -122,22 +126,22 @@ def time_table(recipe: Recipe, config: Config, memory: float, machines: Sequence
     return "\n".join(lines)
 
 
-def _in_whole_batches(recipe: Recipe, tokens: int) -> int:
-    batch = recipe.micro_batch_size * recipe.max_length
+def _in_whole_batches(options: CalibrationOptions, tokens: int) -> int:
+    batch = options.micro_batch_size * options.max_length
     return math.ceil(tokens / batch) * batch
 
 
 def memory_per_device(
-    recipe: Recipe, config: Config, mesh: Any, dtype: jnp.dtype
+    options: CalibrationOptions, config: Config, mesh: Any, dtype: jnp.dtype
 ) -> dict[str, float]:
     """Bytes of one device at the peak of a batch's pass, by kind."""
     llama, shards = llama_shardings(config, mesh), moment_shardings(config, mesh)
     moments = sharded_bytes(moment_shapes(config), shards)
-    rows = recipe.micro_batch_size // recipe.mesh.rows
+    rows = options.micro_batch_size // options.mesh.rows
     tp = mesh.shape[MODEL]
-    token = rows * recipe.max_length
+    token = rows * options.max_length
     heads = config.num_heads // tp if config.num_heads % tp == 0 else config.num_heads
-    probabilities = min(PROBABILITIES_PER_CHUNK, rows * heads * recipe.max_length**2)
+    probabilities = min(PROBABILITIES_PER_CHUNK, rows * heads * options.max_length**2)
     maps = {}
     if config.prompt_attention_layers:
         where, neurons = swiftkv_shardings(config, mesh).prompt_mlp, config.prompt_mlp_neurons
@@ -178,34 +182,36 @@ def host_memory(config: Config, dtype: jnp.dtype) -> dict[str, float]:
     }
 
 
-def lower_batch(recipe: Recipe, config: Config, mesh: Mesh, dtype: jnp.dtype) -> jax.stages.Lowered:
+def lower_batch(
+    options: CalibrationOptions, config: Config, mesh: Mesh, dtype: jnp.dtype
+) -> jax.stages.Lowered:
     """The pass over one batch, not yet compiled. The devices of `mesh` need not exist."""
     delta, where = swiftkv_shapes(config, dtype), swiftkv_shardings(config, mesh)
     return add_batch.lower(
         config,
-        Attention(mesh, recipe.attention),
+        Attention(mesh, options.attention),
         _on_mesh(moment_shapes(config), moment_shardings(config, mesh)),
         _on_mesh(llama_shapes(config, dtype), llama_shardings(config, mesh)),
-        _batch(recipe, mesh),
+        _batch(options, mesh),
         None if delta.prompt_mlp is None else _on_mesh(delta.prompt_mlp, where.prompt_mlp),
     )
 
 
 def lower_query_scale(
-    recipe: Recipe, config: Config, mesh: Mesh, dtype: jnp.dtype
+    options: CalibrationOptions, config: Config, mesh: Mesh, dtype: jnp.dtype
 ) -> jax.stages.Lowered:
     """The second pass over one batch, as `lower_batch`."""
     return score_products.lower(
         config,
-        Attention(mesh, recipe.attention),
+        Attention(mesh, options.attention),
         _on_mesh(llama_shapes(config, dtype), llama_shardings(config, mesh)),
         _on_mesh(swiftkv_shapes(config, dtype), swiftkv_shardings(config, mesh)),
-        _batch(recipe, mesh),
+        _batch(options, mesh),
     )
 
 
-def _batch(recipe: Recipe, mesh: Mesh) -> Batch:
-    row = (recipe.micro_batch_size, recipe.max_length)
+def _batch(options: CalibrationOptions, mesh: Mesh) -> Batch:
+    row = (options.micro_batch_size, options.max_length)
     integers, floats = (jax.ShapeDtypeStruct(row, dtype) for dtype in (jnp.int32, jnp.float32))
     batch = Batch(integers, integers, integers, floats)
     return _on_mesh(batch, jax.tree.map(lambda _: batch_sharding(mesh), batch))

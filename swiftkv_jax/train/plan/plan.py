@@ -33,8 +33,9 @@ from ...plan.hardware import GIB, HARDWARE, Hardware, hardware_of
 from ...plan.presets import PRESETS
 from ...plan.topology import ENVIRONMENT, topology_mesh
 from ..analysis.given_analysis import with_analysis
+from ..calibrate_options import CalibrationOptions, RunOptions
 from ..recipe import Recipe
-from ..run.setup import check_trainable, cut_model
+from ..run.setup import check_loss, check_trainable, cut_model
 from ..run.start import calibration_tokens
 from ..run.step import make_optimizer, make_train_step, state_shapes
 from .memory import fits, memory_per_device
@@ -55,6 +56,7 @@ def main(recipe: Recipe, topology: str | None) -> int:
     `CheckpointError`.
     """
     config, mesh, recipe, dtype = planned_model(recipe, topology)
+    check_loss(recipe, config)
     check_trainable(config)
     memory = memory_per_device(recipe, config, mesh, dtype)
     total = sum(memory.values())
@@ -71,21 +73,21 @@ def main(recipe: Recipe, topology: str | None) -> int:
     return OK
 
 
-def planned_model(
-    recipe: Recipe, topology: str | None
-) -> tuple[Config, Mesh | AbstractMesh, Recipe, jnp.dtype]:
+def planned_model[T: (Recipe, CalibrationOptions)](
+    options: T, topology: str | None
+) -> tuple[Config, Mesh | AbstractMesh, T, jnp.dtype]:
     """The model at its cut, the mesh over the devices of `topology` or over devices that need not
-    exist, the recipe with the size of that mesh, and the dtype of the weights."""
-    preset = PRESETS.get(recipe.model)
-    if preset is None and not Path(recipe.model).exists():
+    exist, the options with the size of that mesh, and the dtype of the weights."""
+    preset = PRESETS.get(options.model)
+    if preset is None and not Path(options.model).exists():
         raise CheckpointError(
-            f"{recipe.model}: {missing(recipe.model)}; shapes that are known by name: "
+            f"{options.model}: {missing(options.model)}; shapes that are known by name: "
             f"{', '.join(PRESETS)}"
         )
-    teacher = preset or auxiliary_files_of(Path(recipe.model))[0]
-    recipe = with_analysis(recipe, teacher)
-    config = cut_model(recipe, teacher)
-    if recipe.num_key_value_layers is None and not teacher.num_upper_layers:
+    teacher = preset or auxiliary_files_of(Path(options.model))[0]
+    options = with_analysis(options, teacher)
+    config = cut_model(options, teacher)
+    if options.num_key_value_layers is None and not teacher.num_upper_layers:
         logger.info(
             "half of the layers keep their own keys and values in this plan; a run takes what an "
             "analysis recommends: name `num_key_value_layers`, or an `analysis` that was made"
@@ -93,18 +95,20 @@ def planned_model(
     if topology is not None:
         os.environ.update(ENVIRONMENT)
         jax.config.update("jax_platforms", "cpu")
-    mesh = _mesh(recipe, topology)
-    recipe = dataclasses.replace(recipe, mesh=MeshShape(*mesh.axis_sizes))  # -1 has become a number
-    return config, mesh, recipe, jnp.dtype(recipe.dtype or jnp.bfloat16)
+    mesh = _mesh(options, topology)
+    options = dataclasses.replace(
+        options, mesh=MeshShape(*mesh.axis_sizes)
+    )  # -1 has become a number
+    return config, mesh, options, jnp.dtype(options.dtype or jnp.bfloat16)
 
 
-def _mesh(recipe: Recipe, topology: str | None) -> Mesh | AbstractMesh:
+def _mesh(options: RunOptions, topology: str | None) -> Mesh | AbstractMesh:
     """The mesh, over the devices of `topology`, or over devices that need not exist."""
     if topology is not None:
-        return topology_mesh(topology, recipe.mesh)
-    if -1 in recipe.mesh:
-        return make_mesh(recipe.mesh)
-    return AbstractMesh(tuple(recipe.mesh), MeshShape._fields)
+        return topology_mesh(topology, options.mesh)
+    if -1 in options.mesh:
+        return make_mesh(options.mesh)
+    return AbstractMesh(tuple(options.mesh), MeshShape._fields)
 
 
 def machines_of(mesh: Mesh | AbstractMesh) -> Sequence[Hardware]:

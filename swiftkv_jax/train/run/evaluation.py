@@ -20,6 +20,7 @@ from ...model.config import Config
 from ...model.model import AuxiliaryFiles
 from ...model.params import Llama
 from ...model.sharding import batch_sharding
+from ..calibrate_options import RunOptions
 from ..data.loader import DatasetMixture, first_batches
 from ..data.loader import batches as shuffled_batches
 from ..loss.distill import Sums
@@ -30,7 +31,6 @@ from ..loss.far_tokens import (
     loses_too_much,
     only_far,
 )
-from ..recipe import Recipe
 from .batch_sharder import BatchSharder
 from .metrics import EVAL_FAR_NATS, EVAL_FAR_TOKENS, EVAL_LOSS, METRICS, read_metrics
 from .progress import track
@@ -48,29 +48,29 @@ class HeldOut(NamedTuple):
 
 
 def load_held_out(
-    recipe: Recipe,
+    options: RunOptions,
     config: Config,
     llama: Llama,
     data: DatasetMixture,
     mesh: Mesh,
     chosen: range | None = None,
 ) -> HeldOut:
-    """The first rows of `data`, as many as the recipe evaluates, or those `chosen` of the shuffled
+    """The first rows of `data`, as many as the options say, or those `chosen` of the shuffled
     ones. The teacher runs on them twice to find the far-dependent predictions. Logs a warning if
     the exact tail covers the prompts."""
-    if config.exact_tail >= recipe.max_length // 2:
+    if config.exact_tail >= options.max_length // 2:
         logger.warning(
             "`exact_tail`=%d: a measured prompt, half of `max_length`=%d, keeps all of its own "
             "keys and values, so nothing can be lost",
             config.exact_tail,
-            recipe.max_length,
+            options.max_length,
         )
-    batches = list(_batches(recipe, config, data, mesh, chosen))
+    batches = list(_batches(options, config, data, mesh, chosen))
     # The same rows with all predictions: far tokens are found by halves of a row, whatever the
     # roles of its tokens are.
     boundary = dataclasses.replace(config, generated_kv="boundary", exact_tail=0)
-    whole = batches if boundary == config else _batches(recipe, boundary, data, mesh, chosen)
-    attention = Attention(mesh, recipe.attention, recipe.shard_sequence)
+    whole = batches if boundary == config else _batches(options, boundary, data, mesh, chosen)
+    attention = Attention(mesh, options.attention, options.shard_sequence)
     far = []
     for batch in track(whole, "finding far tokens", len(batches)):
         far.append(only_far(config, attention, llama, batch))
@@ -79,23 +79,23 @@ def load_held_out(
 
 
 def _batches(
-    recipe: Recipe,
+    options: RunOptions,
     config: Config,
     data: DatasetMixture,
     mesh: Mesh,
     chosen: range | None,
 ) -> Iterator[Batch]:
-    sharder = BatchSharder(batch_sharding(mesh), (recipe.micro_batch_size,))
+    sharder = BatchSharder(batch_sharding(mesh), (options.micro_batch_size,))
     count, positions, tail = sharder.num_rows, sharder.positions, own_tail(config)
     if chosen is None:
-        limit = recipe.eval_batches * recipe.gradient_accumulation_steps
+        limit = options.eval_micro_batches
         found = first_batches(data, count, positions=positions, limit=limit, own_tail=tail)
     else:
         found = shuffled_batches(
             data,
             count,
             positions=positions,
-            seed=recipe.seed,
+            seed=options.seed,
             rows=chosen,
             own_tail=tail,
         )

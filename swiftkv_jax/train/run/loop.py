@@ -13,17 +13,17 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from ...checkpoints import open_any, save_hf
+from ...checkpoints import save_hf
+from ...checkpoints.source import Source
 from ...checkpoints.training_run import EXPORT, run_steps
 from ...errors import UsageError
-from ...kernel_check import checked_implementation, training_configs
+from ...kernel_check import training_configs
+from ...model.attention import Attention
 from ...model.config import Config
-from ...model.mesh import MeshShape, make_mesh
 from ...model.params import Llama
 from ...model.stacks import cast
 from ...plan.cost import train_flops_per_token
-from ...process.distributed import check_all_take_part, is_main_process
-from ..analysis.chosen_cut import with_cut
+from ...process.distributed import is_main_process
 from ..analysis.given_analysis import warn_over_budget
 from ..data.loader import DatasetMixture, batches
 from ..recipe import Recipe
@@ -40,20 +40,16 @@ from .evaluation import (
     perplexity_loss,
 )
 from .metrics import EVAL_LOSS, MetricsRecorder
-from .output_folder import prepare_folder, removed_if_empty
+from .open_run import open_run
 from .profiling import ProfileWindow
 from .progress import PeakFlops, Progress, peak_flops
 from .setup import (
+    check_loss,
     check_recorded,
     check_trainable,
-    cut_model,
     describe_run,
     fingerprint,
-    load_data,
-    load_model,
-    open_tokenizer,
     own_tail,
-    source_dtype,
     write_settings,
 )
 from .signals import StopSignals
@@ -89,38 +85,12 @@ def run(recipe: Recipe) -> RunResult:
     this. Raises `UsageError`, `DataError`, `CheckpointError`, `DivergenceError` or
     `OutOfMemoryError`.
     """
-    mesh = make_mesh(recipe.mesh)
-    check_all_take_part(mesh)
-    # The recipe is checked again, now that -1 is a number.
-    recipe = dataclasses.replace(recipe, mesh=MeshShape(*mesh.devices.shape))
-    source = open_any(recipe.model)
-    recipe = with_cut(recipe, source, mesh)
-    config = cut_model(recipe, source.config)
-    check_trainable(config)
-    check_resume(recipe.output_dir, recipe.resume)  # before data and weights are read
-    with removed_if_empty(recipe.output_dir):
-        prepare_folder(recipe.output_dir, recipe.model)
-        exported, continues = recipe.output_dir / EXPORT, bool(run_steps(recipe.output_dir))
-        if exported.exists() and not continues:
-            raise UsageError(
-                f"`output_dir`={recipe.output_dir} holds a model but no run to continue; name "
-                f"another, or remove {exported}"
-            )
-        data, eval_data = load_data(recipe, open_tokenizer(recipe))
-    if eval_data is None and not continues:
-        logger.warning(
-            "without `eval_data` nothing shows what the student loses on tokens that depend on the "
-            "far prompt"
-        )
+    opened = open_run(recipe, check_run, training_configs)
+    recipe, mesh, data = opened.options, opened.mesh, opened.data
+    exported, continues = opened.exported, bool(run_steps(recipe.output_dir))
     steps = recipe.max_steps or max(1, recipe.num_train_epochs * data.num_rows // recipe.batch_size)
-
-    model = load_model(recipe, config, mesh)
-    export_dtype = source_dtype(model)
-    configs = training_configs(config, model.dtype, mesh)
-    attention = checked_implementation(recipe.attention, configs, mesh.local_devices[0])
-    recipe = dataclasses.replace(recipe, attention=attention)
     model, initial_delta_digest = start_of_run(
-        recipe, source, model, data, mesh, continues=continues
+        recipe, opened.source, opened.model, data, mesh, continues=continues
     )
     config = model.config
     logger.info("%s", describe_run(recipe, model, mesh))
@@ -151,7 +121,7 @@ def run(recipe: Recipe) -> RunResult:
         if is_main_process():
             write_settings(recipe, config, steps, peak.description)
         context = RunContext(
-            recipe, config, mesh, steps, optimizer, model.llama, data, eval_data, peak
+            recipe, config, mesh, steps, optimizer, model.llama, data, opened.eval_data, peak
         )
         state, stop = train(context, state, checkpoints)
         if stop:
@@ -173,13 +143,31 @@ def run(recipe: Recipe) -> RunResult:
         files = noted_far_loss(files, "training", *lost)
         # Before the export, because a run that has its model is finished and not started again.
         write_report(recipe.output_dir)
-    llama, delta = (cast(tree, export_dtype) for tree in (model.llama, state.delta))
+    llama, delta = (cast(tree, opened.export_dtype) for tree in (model.llama, state.delta))
     trained = dataclasses.replace(model, llama=llama, swiftkv=delta, auxiliary_files=files)
     save_hf(trained, exported)
     logger.info(
         "finished after step %d of %d: the model is in %s", int(state.step), steps, exported
     )
     return RunResult(exported)
+
+
+def check_run(recipe: Recipe, source: Source, config: Config) -> None:
+    """Raise `UsageError` for a run that cannot begin or be continued."""
+    check_loss(recipe, config)
+    check_trainable(config)
+    check_resume(recipe.output_dir, recipe.resume)
+    exported, continues = recipe.output_dir / EXPORT, bool(run_steps(recipe.output_dir))
+    if exported.exists() and not continues:
+        raise UsageError(
+            f"`output_dir`={recipe.output_dir} holds a model but no run to continue; name "
+            f"another, or remove {exported}"
+        )
+    if recipe.eval_data is None and not continues:
+        logger.warning(
+            "without `eval_data` nothing shows what the student loses on tokens that depend on the "
+            "far prompt"
+        )
 
 
 class RunContext(NamedTuple):
@@ -202,7 +190,8 @@ def train(
     """Take the steps from `state` on: (the last state, the signal that stopped the run or 0)."""
     recipe, steps, first = context.recipe, context.steps, int(state.step)
     train_step = make_train_step(context.config, recipe, context.optimizer, context.mesh)
-    eval_step = make_eval_step(context.config, recipe, context.mesh)
+    attention = Attention(context.mesh, recipe.attention, recipe.shard_sequence)
+    eval_step = make_eval_step(context.config, recipe.objective, attention)
     micro_batches = BatchSharder(
         micro_batch_sharding(context.mesh),
         (recipe.gradient_accumulation_steps, recipe.micro_batch_size),

@@ -27,6 +27,7 @@ from ...model.params import llama_shapes, swiftkv_shapes
 from ...model.quantization import refuse_quantized
 from ...plan.hardware import GIB
 from ...process.files import write_json
+from ..calibrate_options import RunOptions
 from ..data.loader import DatasetMixture
 from ..data.prepare import prepare
 from ..data.sources import STDLIB, parse_source
@@ -38,27 +39,39 @@ DATA = "data"
 """Folder of the prepared data, in the output folder."""
 
 
-def cut_model(recipe: Recipe, found: Config) -> Config:
-    """The architecture at the cut of the recipe, see `cut`.
+def cut_model(options: RunOptions, found: Config) -> Config:
+    """The architecture at the cut of the options, see `cut`.
 
-    Raises `UsageError` for settings that do not fit the model.
+    Raises `UsageError` for a cut or a length of rows that does not fit the model.
     """
     config = choose_cut(
         found,
-        recipe.num_key_value_layers,
-        recipe.key_value_group_size,
-        prompt_attention_layers=recipe.prompt_attention_layers,
-        prompt_mlp_neurons=recipe.prompt_mlp_neurons,
-        boundary_taps=recipe.boundary_taps,
+        options.num_key_value_layers,
+        options.key_value_group_size,
+        prompt_attention_layers=options.prompt_attention_layers,
+        prompt_mlp_neurons=options.prompt_mlp_neurons,
+        boundary_taps=options.boundary_taps,
     )
-    config = choose_generated_kv(config, recipe.generated_kv, recipe.exact_tail, recipe.exact_head)
-    if recipe.init == "closed-form" and not has_same_delta(found, config):
+    config = choose_generated_kv(
+        config, options.generated_kv, options.exact_tail, options.exact_head
+    )
+    if options.init == "closed-form" and not has_same_delta(found, config):
         check_closed_form(config)
-    if recipe.max_length > (positions := config.max_position_embeddings):
-        default = ", the default" if recipe.max_length == Recipe.max_length else ""
+    if options.max_length > (positions := config.max_position_embeddings):
+        default = ", the default" if options.max_length == Recipe.max_length else ""
         raise UsageError(
-            f"`max_length`={recipe.max_length}{default}: this model has {positions} positions"
+            f"`max_length`={options.max_length}{default}: this model has {positions} positions"
         )
+    if config.num_upper_layers == 0:
+        raise UsageError(
+            f"`num_key_value_layers`={config.num_layers}: this model has {config.num_layers} "
+            f"layers, so nothing is left to distil"
+        )
+    return config
+
+
+def check_loss(recipe: Recipe, config: Config) -> None:
+    """Raise `UsageError` for a loss that the model, at its cut, cannot have."""
     if not -config.num_layers - 1 <= recipe.hidden_loss_layer <= config.num_layers:
         limits = f"from {-config.num_layers - 1} to {config.num_layers}"
         raise UsageError(f"`hidden_loss_layer`={recipe.hidden_loss_layer}: must be {limits}")
@@ -74,12 +87,6 @@ def cut_model(recipe: Recipe, found: Config) -> Config:
         )
     if recipe.kl_top_k is not None and recipe.kl_top_k > config.vocab_size:
         raise UsageError(f"`kl_top_k`={recipe.kl_top_k}: this model has {config.vocab_size} tokens")
-    if config.num_upper_layers == 0:
-        raise UsageError(
-            f"`num_key_value_layers`={config.num_layers}: this model has {config.num_layers} "
-            f"layers, so nothing is left to distil"
-        )
-    return config
 
 
 def check_closed_form(config: Config) -> None:
@@ -90,71 +97,71 @@ def check_closed_form(config: Config) -> None:
         raise UsageError(str(error)) from None
 
 
-def load_model(recipe: Recipe, config: Config, mesh: Mesh) -> Model:
+def load_model(options: RunOptions, config: Config, mesh: Mesh) -> Model:
     """The frozen weights split at the cut, and the checkpoint's delta if it has this cut.
 
     Raises `OutOfMemoryError` if the host's memory does not suffice, `UsageError` for a quantised
     model.
     """
-    with _host_memory_for(recipe, config):
-        model = load(recipe.model, dtype=recipe.dtype, mesh=mesh, config=config)
-    refuse_quantized(model.llama, f"{recipe.model}: training")
+    with _host_memory_for(options, config):
+        model = load(options.model, dtype=options.dtype, mesh=mesh, config=config)
+    refuse_quantized(model.llama, f"{options.model}: training")
     return model
 
 
 @contextlib.contextmanager
-def _host_memory_for(recipe: Recipe, config: Config) -> Iterator[None]:
+def _host_memory_for(options: RunOptions, config: Config) -> Iterator[None]:
     """Turn a `MemoryError` into `OutOfMemoryError`, which says what was needed."""
     try:
         yield
     except MemoryError:
-        dtype = jnp.dtype(recipe.dtype or jnp.bfloat16)
+        dtype = jnp.dtype(options.dtype or jnp.bfloat16)
         size = dtype.itemsize * sum(
             math.prod(leaf.shape) for leaf in jax.tree.leaves(llama_shapes(config))
         )
         raise OutOfMemoryError(
-            f"{recipe.model}: not enough host memory for its {size / GIB:.1f} GiB of weights in "
+            f"{options.model}: not enough host memory for its {size / GIB:.1f} GiB of weights in "
             f"{dtype}"
         ) from None
 
 
-def open_tokenizer(recipe: Recipe) -> Any:
+def open_tokenizer(options: RunOptions) -> Any:
     """The model's tokenizer, without its weights. Raises `UsageError` if it has none."""
-    tokenizer = load_tokenizer(Path(recipe.model), open_any(recipe.model).auxiliary_files)
+    tokenizer = load_tokenizer(Path(options.model), open_any(options.model).auxiliary_files)
     if tokenizer is None:
-        raise UsageError(f"`model`={recipe.model}: it has no tokenizer, so text cannot be read")
+        raise UsageError(f"`model`={options.model}: it has no tokenizer, so text cannot be read")
     return tokenizer
 
 
-def load_data(recipe: Recipe, tokenizer: Any) -> tuple[DatasetMixture, DatasetMixture | None]:
+def load_data(options: RunOptions, tokenizer: Any) -> tuple[DatasetMixture, DatasetMixture | None]:
     """Training data, and held-out data if there is any; prepared once, then kept in the output
     folder. Raises `DataError` and `UsageError`."""
     held_out = None
-    if recipe.eval_data is not None:  # before the training data, which takes longer
-        held_out = _mixture((recipe.eval_data,), recipe, tokenizer, held_out=True)
-    training = _mixture(recipe.data, recipe, tokenizer, held_out=False)
+    if options.eval_data is not None:  # before the training data, which takes longer
+        held_out = _mixture((options.eval_data,), options, tokenizer, held_out=True)
+    training = _mixture(options.data, options, tokenizer, held_out=False)
     if held_out is not None and held_out.datasets[0].manifest.fingerprint in {
         dataset.manifest.fingerprint for dataset in training.datasets
     }:
         logger.warning(
             "`eval_data`=%s is training data too: its numbers say nothing about other text",
-            recipe.eval_data,
+            options.eval_data,
         )
     return training, held_out
 
 
 def _mixture(
-    texts: tuple[str, ...], recipe: Recipe, tokenizer: Any, *, held_out: bool
+    texts: tuple[str, ...], options: RunOptions, tokenizer: Any, *, held_out: bool
 ) -> DatasetMixture:
     sources = [parse_source(text) for text in texts]
     datasets = [
         prepare(
             source,
             tokenizer,
-            recipe.max_length,
-            recipe.output_dir / DATA,
+            options.max_length,
+            options.output_dir / DATA,
             held_out=held_out and source.path == STDLIB,
-            max_unreadable_share=recipe.max_unreadable_share,
+            max_unreadable_share=options.max_unreadable_share,
         )
         for source in sources
     ]
@@ -224,7 +231,7 @@ def own_tail(config: Config) -> int | None:
     return None if config.generated_kv == "boundary" else config.exact_tail
 
 
-def describe_run(recipe: Recipe, model: Model, mesh: Mesh) -> str:
+def describe_run(options: RunOptions, model: Model, mesh: Mesh) -> str:
     """Two lines: the model and its cut, and the devices."""
     config = model.config
     frozen, trained = (
@@ -252,7 +259,7 @@ def describe_run(recipe: Recipe, model: Model, mesh: Mesh) -> str:
     own += "; so does the first token" * config.exact_head
     processes = "" if jax.process_count() == 1 else f" in {jax.process_count()} processes"
     return (
-        f"{recipe.model}: {frozen:,} frozen and {trained:,} trained parameters; "
+        f"{options.model}: {frozen:,} frozen and {trained:,} trained parameters; "
         f"{config.num_key_value_layers} of {config.num_layers} "
         f"layers have keys and values of their own{groups}{own}\n"
         f"{model.dtype} on {mesh.size} x {device.device_kind}{processes}, {axes}{emulated}"

@@ -20,11 +20,12 @@ from ...checkpoints.source import Source
 from ...model.attention import Attention
 from ...model.batch import Batch
 from ...model.config import Config
-from ...model.initialization import init_swiftkv
+from ...model.initialization import Start, init_swiftkv
 from ...model.model import Model
 from ...model.sharding import batch_sharding, swiftkv_shardings
 from ...process.distributed import is_main_process
 from ...process.files import write_json
+from ..calibrate_options import RunOptions
 from ..data.loader import DatasetMixture, batches, rows_with_tokens
 from ..recipe import Recipe
 from ..shared_options import TOKENS_PER_DIMENSION
@@ -39,7 +40,7 @@ FITTED_PER_MEASURED = 8
 """Rows that are fitted to for each that is measured, where there is no held-out text."""
 
 
-class Start(NamedTuple):
+class RunStart(NamedTuple):
     """What a run starts from."""
 
     model: Model
@@ -56,7 +57,7 @@ def start_of_run(
     mesh: Mesh,
     *,
     continues: bool,
-) -> Start:
+) -> RunStart:
     """The model with its initial delta: that of `source`, the checkpoint, if it has one of this
     cut, else as the recipe's `init` says. If the run continues, only the record is read."""
     record = recipe.output_dir / START
@@ -64,7 +65,7 @@ def start_of_run(
         found = read_json(record)
         if found["init"] != recipe.init:
             logger.warning("`init`=%s: the run continues, from %s", recipe.init, found["init"])
-        return Start(_with_heads(model, found["shared_kv_heads"]), found["digest"])
+        return RunStart(_with_heads(model, found["shared_kv_heads"]), found["digest"])
     if model.swiftkv is None:
         if source.has_delta:
             logger.warning("the model's delta is of another cut; a new one replaces it")
@@ -85,7 +86,7 @@ def start_of_run(
                 recipe.calibration_tokens,
             )
         layers = ()
-    start = Start(model, digest_all(jax.tree.leaves(model.swiftkv)))
+    start = RunStart(model, digest_all(jax.tree.leaves(model.swiftkv)))
     if is_main_process():
         write_json(
             record,
@@ -109,24 +110,37 @@ def _with_heads(model: Model, heads: list[list[int]] | None) -> Model:
 def initialize_delta(
     recipe: Recipe, model: Model, data: DatasetMixture, mesh: Mesh
 ) -> tuple[Model, tuple[LayerFit, ...]]:
-    """The model with a fresh delta as `init` says, and how well it fits where that is closed-form.
-    The rows are those that training begins with."""
-    config = model.config
+    """The model with a fresh delta as `init` says, and how well it fits where that is
+    closed-form."""
     if recipe.init != "closed-form":
-        init = jax.jit(
-            init_swiftkv,
-            static_argnums=0,
-            static_argnames="start",
-            out_shardings=swiftkv_shardings(config, mesh),
-        )
-        return dataclasses.replace(model, swiftkv=init(config, model.llama, start=recipe.init)), ()
-    tokens = calibration_tokens(recipe, config)
-    found = _batches(recipe, data, mesh, tokens)
+        return copied_delta(recipe.init, model, mesh), ()
+    return fitted_delta(recipe, model, data, mesh)
+
+
+def copied_delta(start: Start, model: Model, mesh: Mesh) -> Model:
+    """The model with copies of the teacher's projections."""
+    init = jax.jit(
+        init_swiftkv,
+        static_argnums=0,
+        static_argnames="start",
+        out_shardings=swiftkv_shardings(model.config, mesh),
+    )
+    return dataclasses.replace(model, swiftkv=init(model.config, model.llama, start=start))
+
+
+def fitted_delta(
+    options: RunOptions, model: Model, data: DatasetMixture, mesh: Mesh
+) -> tuple[Model, tuple[LayerFit, ...]]:
+    """The model with a delta in closed form, and how well it fits. The rows are those that training
+    begins with."""
+    config = model.config
+    tokens = calibration_tokens(options, config)
+    found = _batches(options, data, mesh, tokens)
     fit = calibrate(
         config,
         model.llama,
         found,
-        attention=Attention(mesh, recipe.attention),
+        attention=Attention(mesh, options.attention),
         track=lambda layers: track(layers, "solving", config.num_upper_layers, "layer"),
     )
     short = f", all of the data ({tokens} asked for)" if fit.tokens < tokens else ""
@@ -135,32 +149,32 @@ def initialize_delta(
     return dataclasses.replace(model, config=fit.config, swiftkv=fit.delta), fit.layers
 
 
-def scale_queries(recipe: Recipe, model: Model, data: DatasetMixture, mesh: Mesh) -> Model:
+def scale_queries(options: RunOptions, model: Model, data: DatasetMixture, mesh: Mesh) -> Model:
     """The model with its queries scaled for shared keys beside tokens' own keys
     (`calibration.attenuation`), measured on the rows that training begins with."""
     delta = model.swiftkv
     assert delta is not None
-    batches = _batches(recipe, data, mesh, SLOPE_TOKENS)
-    attention = Attention(mesh, recipe.attention)
+    batches = _batches(options, data, mesh, SLOPE_TOKENS)
+    attention = Attention(mesh, options.attention)
     delta = scale_delta_queries(model.config, model.llama, delta, batches, attention=attention)
     return dataclasses.replace(model, swiftkv=delta)
 
 
-def calibration_tokens(recipe: Recipe, config: Config) -> int:
-    """The recipe's, or `TOKENS_PER_DIMENSION` for each entry of the hidden state."""
-    return recipe.calibration_tokens or TOKENS_PER_DIMENSION * config.embed_dim
+def calibration_tokens(options: RunOptions, config: Config) -> int:
+    """Those of the options, or `TOKENS_PER_DIMENSION` for each entry of the hidden state."""
+    return options.calibration_tokens or TOKENS_PER_DIMENSION * config.embed_dim
 
 
-def _batches(recipe: Recipe, data: DatasetMixture, mesh: Mesh, tokens: int) -> Iterator[Batch]:
+def _batches(options: RunOptions, data: DatasetMixture, mesh: Mesh, tokens: int) -> Iterator[Batch]:
     """The first `tokens` tokens that training reads, or an epoch of them: the same ones whatever
     the size of a batch."""
-    fitted = rows_with_tokens(data, recipe.seed, tokens)
-    sharder = BatchSharder(batch_sharding(mesh), (recipe.micro_batch_size,))
+    fitted = rows_with_tokens(data, options.seed, tokens)
+    sharder = BatchSharder(batch_sharding(mesh), (options.micro_batch_size,))
     reading = batches(
         data,
         sharder.num_rows,
         positions=sharder.positions,
-        seed=recipe.seed,
+        seed=options.seed,
         rows=range(fitted.rows),
     )
     total = math.ceil(fitted.rows / sharder.num_rows)
@@ -173,10 +187,10 @@ def _batches(recipe: Recipe, data: DatasetMixture, mesh: Mesh, tokens: int) -> I
             yield sharder.shard(dataclasses.replace(local.batch, segment_ids=segment_ids))
 
 
-def rows_left(recipe: Recipe, data: DatasetMixture, tokens: int) -> range | None:
+def rows_left(options: RunOptions, data: DatasetMixture, tokens: int) -> range | None:
     """Rows to measure on that follow those of `tokens` tokens, at most one for each
     `FITTED_PER_MEASURED` of them; None if the data ends with them."""
-    fitted = rows_with_tokens(data, recipe.seed, tokens).rows
+    fitted = rows_with_tokens(data, options.seed, tokens).rows
     wanted = min(math.ceil(fitted / FITTED_PER_MEASURED), data.num_distinct_rows - fitted)
     return range(fitted, fitted + wanted) if wanted > 0 else None
 

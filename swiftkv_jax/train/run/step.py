@@ -18,6 +18,7 @@ from ...model.mesh import row_axes
 from ...model.params import Leaf, Llama, SwiftKV, swiftkv_shapes
 from ...model.sharding import batch_sharding, llama_shardings, replicated, swiftkv_shardings
 from ..loss.distill import distill_sums
+from ..loss.objective import Objective
 from ..recipe import Recipe
 
 
@@ -160,10 +161,11 @@ def micro_batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(None, row_axes(mesh)))
 
 
-def make_eval_step(config: Config, recipe: Recipe, mesh: Mesh):
+def make_eval_step(config: Config, objective: Objective, attention: Attention):
     """Make the function `(delta, llama, batch) -> Sums`, which is compiled at its first call."""
-    attention = Attention(mesh, recipe.attention, recipe.shard_sequence)
-    sums = functools.partial(distill_sums, config, objective=recipe.objective, attention=attention)
+    sums = functools.partial(distill_sums, config, objective=objective, attention=attention)
+    mesh = attention.mesh
+    assert mesh is not None
     return jax.jit(
         sums,
         in_shardings=(
