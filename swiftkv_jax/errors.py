@@ -5,7 +5,6 @@ is in its fields."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -81,9 +80,3 @@ def spelled(message: str, spell: Callable[[str], str | None], *, equals: str = "
             result += new + (equals + after[1:] if after.startswith("=") else after)
             number += 2
     return result
-
-
-def name_attention(refusal: NotImplementedError) -> str:
-    """Message of an error raised by the attention ops, with their argument `implementation` renamed
-    to the option `attention`."""
-    return re.sub("^implementation=", "`attention`=", str(refusal))

@@ -22,8 +22,8 @@ from ..errors import (
     DivergenceError,
     OutOfMemoryError,
     UsageError,
-    name_attention,
 )
+from ..pallas_kernels import ImplementationError
 from ..process import interrupts
 from . import json_log, messages, streams
 from .messages import log as log
@@ -95,8 +95,10 @@ def report(error: Exception, parser: argparse.ArgumentParser | None = None) -> i
     match error:
         case UsageError():
             return fail(error, USAGE, parser)
+        case ImplementationError():
+            return fail(error.of_option("attention"), USAGE, parser)
         case NotImplementedError():
-            return fail(name_attention(error), USAGE, parser)
+            return fail(error, USAGE, parser)
         case CheckpointError():
             return fail(error, BAD_CHECKPOINT, parser)
         case DataError() | DivergenceError():

@@ -27,6 +27,19 @@ if TYPE_CHECKING:
 Implementation = Literal["xla", "hopper", "tpu", "cudnn"]
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 
+
+class ImplementationError(NotImplementedError):
+    """A call of an op that the named implementation does not take."""
+
+    def __init__(self, implementation: str, reason: str):
+        super().__init__(f"implementation={implementation!r} {reason}")
+        self.implementation, self.reason = implementation, reason
+
+    def of_option(self, option: str) -> str:
+        """The message for an option that names the implementation."""
+        return f"`{option}`={self.implementation!r} {self.reason}"
+
+
 _MODULES = {
     "ATTENTION_OUTPUT": "gradients",
     "AttentionOperands": "operands",
@@ -49,6 +62,7 @@ __all__ = [
     "AttentionSpec",
     "DecodePlan",
     "Implementation",
+    "ImplementationError",
     "check_decode",
     "check_prefill",
     "choose",

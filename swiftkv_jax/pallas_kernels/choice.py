@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from . import IMPLEMENTATIONS, cudnn
+from . import IMPLEMENTATIONS, ImplementationError, cudnn
 from .device import (
     HEAD_DIMS,
     Device,
@@ -64,15 +64,13 @@ def choose(
         tuning, reason = _accepted(device, spec, name, None)
         return Choice("xla", reason=reason) if reason else Choice(name, tuning)
     if implementation not in IMPLEMENTATIONS:
-        raise NotImplementedError(
-            f"{implementation=} is not available; available: "
-            f"{', '.join(map(repr, IMPLEMENTATIONS))}"
-        )
+        available = ", ".join(map(repr, IMPLEMENTATIONS))
+        raise ImplementationError(implementation, f"is not available; available: {available}")
     _check_tuning("tuning", tuning, implementation, spec.op)
     _check_tuning("backward_tuning", backward_tuning, implementation, "backward")
     tuning, reason = _accepted(device, spec, implementation, tuning)
     if reason:
-        raise NotImplementedError(f"{implementation=} {reason}; 'xla' runs {spec.op} everywhere")
+        raise ImplementationError(implementation, f"{reason}; 'xla' runs {spec.op} everywhere")
     return Choice(implementation, tuning)
 
 

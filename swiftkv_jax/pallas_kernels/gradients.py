@@ -7,6 +7,8 @@ import functools
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from . import ImplementationError
+
 ATTENTION_OUTPUT = "attention"
 """Name for `jax.checkpoint_policies.save_only_these_names`: queries, output and log-sums, all that
 the backward op reads but the keys and values."""
@@ -23,13 +25,16 @@ def checkpoint_names(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def without_gradient(message: str, operands):
-    """`operands`; differentiating them raises `NotImplementedError(message)`."""
+def without_gradient(refusal: str | tuple[str, str], operands):
+    """`operands`; differentiating them raises `NotImplementedError`, or `ImplementationError` if
+    the refusal is an implementation and a reason."""
     return operands
 
 
-def _refuse(message, *_):
-    raise NotImplementedError(message)
+def _refuse(refusal, *_):
+    raise (
+        NotImplementedError(refusal) if isinstance(refusal, str) else ImplementationError(*refusal)
+    )
 
 
 without_gradient.defvjp(_refuse, _refuse)

@@ -44,10 +44,11 @@ class AttentionOperands:
         return self.k.shape[2] * (1 if self.page_table is None else self.page_table.shape[1])
 
     def without_gradient(
-        self, message: str, names: tuple[str, ...] = ("q", "k", "v")
+        self, refusal: str | tuple[str, str], names: tuple[str, ...] = ("q", "k", "v")
     ) -> AttentionOperands:
-        """The same operands; differentiating those named raises `NotImplementedError(message)`."""
-        arrays: Any = without_gradient(message, tuple(getattr(self, name) for name in names))
+        """The same operands; differentiating those named raises `NotImplementedError`: see
+        `gradients.without_gradient`."""
+        arrays: Any = without_gradient(refusal, tuple(getattr(self, name) for name in names))
         changes: dict[str, Any] = dict(zip(names, arrays, strict=True))
         return dataclasses.replace(self, **changes)
 

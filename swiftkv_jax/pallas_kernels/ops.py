@@ -123,17 +123,15 @@ def prefill_attention(
     if name == "cudnn":
         if starts_at_zero and page_table is None:
             return cudnn.prefill(operands.widened())
-        message = "implementation='cudnn' has no gradient with q_offset; 'xla' has"
-        return cudnn.chunk(operands.without_gradient(message))
+        refusal = name, "has no gradient with q_offset; 'xla' has"
+        return cudnn.chunk(operands.without_gradient(refusal))
     operands = operands.widened()
     plain = page_table is None and kv_lengths is None and not return_lse
     if starts_at_zero and operands.keys == spec.q.shape[1] and lengths is None and plain:
         arrays = operands.q, operands.k, operands.v, operands.segment_ids
         return _whole_rows(name, tuning, backward_tuning, window, *arrays)
-    operands = operands.without_gradient(
-        f"implementation={name!r} has no gradient with q_offset, lengths, kv_lengths or S != T; "
-        f"'xla' has"
-    )
+    refusal = name, "has no gradient with q_offset, lengths, kv_lengths or S != T; 'xla' has"
+    operands = operands.without_gradient(refusal)
     if starts_at_zero:  # the device kernels read no offsets that are known
         operands = dataclasses.replace(operands, q_offset=None)
     out, lse = _forward(name, tuning, window, operands, save_lse=return_lse)
@@ -196,9 +194,8 @@ def decode_attention(
         return xla.decode(operands, window=window, **options)
     if name == "cudnn":
         return cudnn.decode(operands)
-    operands = operands.without_gradient(
-        f"implementation={name!r} has no gradient of decode_attention; 'xla' has"
-    )
+    refusal = name, "has no gradient of decode_attention; 'xla' has"
+    operands = operands.without_gradient(refusal)
     static: dict[str, Any] = {"window": window, "return_lse": return_lse}
     attend = _jitted(kernels_of(name).decode.attention, tuning, **static)
     out, lse = attend(operands, plan) if name == "hopper" else attend(operands)

@@ -21,6 +21,7 @@ from swiftkv_jax.errors import (
     UsageError,
     spelled,
 )
+from swiftkv_jax.pallas_kernels import ImplementationError
 
 LIBRARY = logging.getLogger("swiftkv_jax.infer.somewhere")
 
@@ -29,6 +30,7 @@ LIBRARY = logging.getLogger("swiftkv_jax.infer.somewhere")
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kv-cache-memory")
+    parser.add_argument("--attention")
     parser.add_argument("--swiftkv", choices={"auto": None, "on": True})
     parser.add_argument("--memory-utilization", "--gpu-memory-utilization")
     parser.add_argument("--temperature", "--temp")
@@ -126,6 +128,7 @@ def no_space() -> OSError:
 ENDS = [
     (UsageError("`kv_cache_memory`=0"), 2, "--kv-cache-memory 0"),
     (NotImplementedError("no such kernel"), 2, "no such kernel"),
+    (ImplementationError("tpu", "needs a TPU"), 2, "--attention 'tpu' needs a TPU"),
     (CheckpointError("broken"), 4, "broken"),
     (ConfigError("odd"), 4, "odd"),
     (DataError("row 3"), 1, "row 3"),

@@ -17,9 +17,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from ...errors import OutOfMemoryError, UsageError, name_attention
+from ...errors import OutOfMemoryError, UsageError
 from ...model.attention import Attention
 from ...model.cache import bytes_per_token
+from ...pallas_kernels import ImplementationError
 from ..engine.grammar import mask_words
 from ..engine.request_state import Chunk, Sequence
 from ..engine.requests import Request
@@ -155,11 +156,8 @@ class ModelRunner:
         try:
             lowered = lower_all(self.layout, self.shapes, self.weights, self._attention)
             self._compiled = compile_all(lowered, self._on_compile, self._compiler_options)
-        except NotImplementedError as error:
-            message = name_attention(error)
-            if message == str(error):  # not a refusal by the attention ops
-                raise
-            raise UsageError(message) from error
+        except ImplementationError as error:
+            raise UsageError(error.of_option("attention"), option="attention") from error
         state, limit, mesh = self.layout.state(self.shapes), self._memory_limit, self.layout.mesh
         if limit is None and self._device.platform == "cpu":
             limit = host_memory() // (1 if mesh is None else mesh.size)

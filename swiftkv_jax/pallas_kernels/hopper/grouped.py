@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from .. import ImplementationError
 from .backward_block import ROWS, Accumulator, compiler_params
 
 COLUMNS = 128
@@ -48,7 +49,7 @@ def block_product(
     count, rows, depth = x.shape
     outputs = weight.shape[2 if inputs == "first" else 1]
     if reason := unsupported_reason(depth, outputs, x.dtype):
-        raise NotImplementedError(f"implementation='hopper' of grouped products {reason}")
+        raise ImplementationError("hopper", f"of grouped products {reason}")
     consumers, steps = rows // ROWS, depth // _DEPTH
 
     def kernel(x_gmem, weight_gmem, group_gmem, used_gmem, out_gmem, *scratch):

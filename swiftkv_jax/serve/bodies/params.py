@@ -3,6 +3,7 @@ name."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import secrets
 from collections.abc import Mapping
@@ -22,10 +23,13 @@ MAX_TEMPERATURE = 2
 COMPLETION_MAX_TOKENS = 16
 """`max_tokens` of a completion that names none, as at OpenAI."""
 
-_SAME_NAME = (
-    "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty "
-    "stop_token_ids ignore_eos n"
-).split()
+_OTHER_RULES = {"max_tokens", "min_tokens", "seed", "stop", "logit_bias", "logprobs"}
+_AS_GIVEN = [
+    field.name
+    for field in dataclasses.fields(SamplingParams)
+    if field.name in Sampling.__struct_fields__ and field.name not in _OTHER_RULES
+]
+"""Fields of a body that are sampling parameters as they are."""
 
 
 def refuse_unsupported(body: Sampling) -> None:
@@ -104,7 +108,7 @@ def sampling_params(
     `SamplingParams` for what it leaves out. Raises `APIError`."""
     names = {"max_tokens": "max_tokens"}
     given: dict[str, Any] = {
-        name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None
+        name: value for name in _AS_GIVEN if (value := getattr(body, name)) is not None
     }
     room, limit = max_model_len - prompt_tokens, options.max_tokens_limit
     if isinstance(body, ChatBody):
