@@ -9,7 +9,7 @@ import pytest
 
 from swiftkv_jax.checkpoints.hf_config import config_from_hf
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.infer.runner.weights import served_config
+from swiftkv_jax.infer.runner.serving_form import served_config
 from swiftkv_jax.model.cache import (
     Pool,
     bytes_per_token,

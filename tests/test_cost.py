@@ -18,8 +18,8 @@ from swiftkv_jax.infer.runner.lowering import (
     UpperProgram,
     lower_program,
 )
+from swiftkv_jax.infer.runner.serving_form import num_bytes, weight_shapes
 from swiftkv_jax.infer.runner.shapes import Shapes, kv_programs
-from swiftkv_jax.infer.runner.weights import num_bytes, weight_shapes
 from swiftkv_jax.model.attention import Attention
 from swiftkv_jax.model.batch import unpacked_batch
 from swiftkv_jax.model.config import Config, LayerKind

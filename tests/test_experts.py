@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax.infer.runner.weights import serving_weights
+from swiftkv_jax.infer.runner.serving_form import serving_weights
 from swiftkv_jax.model.attention import Attention
 from swiftkv_jax.model.experts import mixture, route
 from swiftkv_jax.model.initialization import init_llama

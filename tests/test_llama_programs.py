@@ -18,7 +18,7 @@ from swiftkv_jax.infer.runner.lowering import (
     UpperProgram,
     lower_program,
 )
-from swiftkv_jax.infer.runner.weights import serving_weights
+from swiftkv_jax.infer.runner.serving_form import serving_weights
 from swiftkv_jax.model.config import Config
 from swiftkv_jax.model.params import QKV, llama_shapes, swiftkv_shapes
 from tests import tiny

@@ -27,8 +27,8 @@ from swiftkv_jax.infer.engine.request_state import Chunk, Sequence
 from swiftkv_jax.infer.engine.sampler_output import AsyncOutput, SamplerOutput
 from swiftkv_jax.infer.runner.layout import Layout
 from swiftkv_jax.infer.runner.prefill_chunk import chunk_needs
+from swiftkv_jax.infer.runner.serving_form import num_bytes, served_config, weight_shapes
 from swiftkv_jax.infer.runner.shapes import choose_shapes, with_contexts
-from swiftkv_jax.infer.runner.weights import num_bytes, served_config, weight_shapes
 from swiftkv_jax.model.cache import cache_dtype
 from swiftkv_jax.model.config import Config
 from swiftkv_jax.plan.presets import LLAMA_8B

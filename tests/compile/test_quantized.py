@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from swiftkv_jax.infer.runner.weights import weight_shapes
+from swiftkv_jax.infer.runner.serving_form import weight_shapes
 from swiftkv_jax.model import layers
 from swiftkv_jax.model.boundary import project_fused_kv
 from swiftkv_jax.model.layers import output_and_mlp, project_heads

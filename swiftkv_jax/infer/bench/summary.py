@@ -32,8 +32,8 @@ from ...plan.cost import (
     visible_positions,
 )
 from ...plan.roofline import Roofline
+from ..runner.serving_form import Weights, num_bytes, served_config
 from ..runner.shapes import Shapes
-from ..runner.weights import Weights, num_bytes, served_config
 from .cells import STUDENT, Cell, Mode
 from .timing import Raw
 

@@ -32,7 +32,7 @@ from ..runner.kv_heads import with_kv_head_copies
 from ..runner.layout import Layout
 from ..runner.memory import host_memory, memory_limit
 from ..runner.model_runner import ModelRunner
-from ..runner.weights import num_bytes, served_config, weight_shapes
+from ..runner.serving_form import num_bytes, served_config, weight_shapes
 from .cells import QUEUED, STUDENT, TEACHER, Cell, Mode, num_pages
 from .dummy import dummy_model
 from .options import BenchOptions

@@ -18,13 +18,11 @@ from ...model.mesh import check_mesh, dp_size, mesh_of
 from ...model.model import Model, check_model
 from ...pallas_kernels import Implementation
 from ..engine.options import EngineOptions
-from .kv_heads import copy_kv_heads
 from .layout import Layout
 from .memory import allocating, bytes_kept, bytes_per_device, memory_limit
-from .mix import fold_mix, order_heads
 from .model_runner import ModelRunner
+from .serving_form import serve_model, served_config, shard_model
 from .shapes import Shapes, choose_shapes, kv_programs, serves_two_caches, with_contexts
-from .weights import served_config, serving_weights, shard_model
 
 logger = logging.getLogger(__name__)
 
@@ -81,18 +79,10 @@ def build_model_runner(
         served, model.dtype, dtype, options.page_size, mesh, two_caches=two_caches
     )
     attention = checked_implementation(attention, configs, device, kernel_check)
-    llama, delta = model.llama, model.swiftkv if swiftkv else None
     with allocating("the copy of the layers in serving form (`donate` keeps them once)"):
-        if delta is not None:
-            for_cache = order_heads if two_caches else fold_mix
-            llama, delta = for_cache(model.config, llama, delta)
-        if mesh is not None:
-            upper_kv = delta is None or own_kv
-            llama, delta = copy_kv_heads(
-                model.config, llama, delta, mesh, upper_kv=upper_kv, donate=donate
-            )
-        weights = serving_weights(llama, delta, own_kv=own_kv, two_caches=two_caches, donate=donate)
-        del llama, delta
+        weights = serve_model(
+            model, swiftkv, mesh, own_kv=own_kv, two_caches=two_caches, donate=donate
+        )
     # A caller that donates drops the model, also what was moved to a mesh and not deleted.
     kept_bytes = 0 if donate else bytes_kept(callers, weights)
     limit = memory_limit(device, options.memory_utilization)

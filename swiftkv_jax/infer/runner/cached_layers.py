@@ -37,8 +37,8 @@ from ...model.layers import embed, norm
 from ...model.packed_attention import head_major, mixed
 from ...model.rope import Tables, group_table, rope_tables, table_of
 from .first_tokens import FirstKV, FirstTokens
+from .serving_form import Weights
 from .taps import TokenBefore
-from .weights import Weights
 
 Write = Callable[[Pool, Float[Array, "A K T H"]], Pool]
 Read = Callable[[Float[Array, "A T N H"], Pool, Pool, int | None], Float[Array, "A T N H"]]

@@ -39,9 +39,9 @@ from .constraints import (
 )
 from .decode_state import DecodeBatch, DecodeState
 from .prefill_chunk import INVALID_PAGE
+from .serving_form import Weights
 from .shapes import KVPrograms, serves_two_caches
 from .taps import decode_before
-from .weights import Weights
 
 
 def decode_logits(

@@ -21,7 +21,7 @@ from ...model.decoder_layers import self_layer, with_queries
 from ...model.packed_attention import head_major
 from ...model.rope import rope_tables, table_of
 from .prefill_chunk import QueryTiles
-from .weights import Weights
+from .serving_form import Weights
 
 
 class FirstKV(NamedTuple):

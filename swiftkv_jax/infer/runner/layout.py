@@ -30,7 +30,7 @@ class Layout:
     """Places of the serving state of a model on a mesh, or on one device."""
 
     config: Config
-    """The served architecture (`weights.served_config`)."""
+    """The served architecture (`serving_form.served_config`)."""
     cache_dtype: jnp.dtype
     mesh: Mesh | None
     device: Sharding | None = None

@@ -23,8 +23,8 @@ from .kv_heads import with_kv_head_copies
 from .layout import Layout
 from .prefill_chunk import PrefillChunk, QueryTiles, UpperTokens
 from .prefill_programs import prefill_chunk, prefill_tail, score_chunk
+from .serving_form import Weights, served_config, weight_shapes
 from .shapes import Shapes, kv_programs
-from .weights import Weights, served_config, weight_shapes, weight_shardings
 
 INSERT_SEQUENCES = 8
 """Sequences that are added or removed in one call."""
@@ -240,16 +240,7 @@ def lower_program(
         pages_per_own_page=served.pages_per_own_page if served.has_two_caches else 0,
     )
     shapes = dataclasses.replace(shapes, **_shapes_of(program, page_size))
-    weights = weight_shapes(config, swiftkv, dtype, quantization)
-    where = None if mesh is None else weight_shardings(config, swiftkv, mesh, quantization)
-    if where is None:
-        weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
-    else:
-        weights = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            weights,
-            where,
-        )
+    weights = weight_shapes(config, swiftkv, dtype, quantization, mesh)
     attention = Attention(mesh, implementation)
     layout = Layout(served, cache_dtype or dtype, mesh)
     return lower_all(layout, shapes, weights, attention)[program]()

@@ -19,8 +19,6 @@ def fold_mix(config: Config, llama: Llama, delta: SwiftKV) -> tuple[Llama, Swift
 
     Quantised output projections are quantised anew.
     """
-    if config.shared_kv_heads is None:
-        return llama, delta
     mix = delta.mix
 
     def folded(o, mix):  # D N H, K H H
@@ -53,8 +51,6 @@ def order_heads(config: Config, llama: Llama, delta: SwiftKV) -> tuple[Llama, Sw
 
     Where tokens keep their own values too, the output projection cannot hold it.
     """
-    if config.shared_kv_heads is None:
-        return llama, delta
     teachers = require_teacher(llama, "keep the own keys and values of tokens")
     kv_order = jnp.asarray(np.argsort(np.asarray(config.shared_kv_heads), axis=1))
     order = jnp.asarray(_query_order(config))

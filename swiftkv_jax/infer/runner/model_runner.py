@@ -49,8 +49,8 @@ from .prefill_chunk import (
     pack_upper,
     scored_index,
 )
+from .serving_form import Weights
 from .shapes import Shapes, check_pages
-from .weights import Weights
 
 logger = logging.getLogger(__name__)
 

@@ -40,9 +40,9 @@ from .cached_layers import (
 from .constraints import keep_cache_sharding, pool_sharding, replicate, state_sharding
 from .first_tokens import FirstTokens
 from .prefill_chunk import PrefillChunk, QueryTiles, UpperTokens, pack, unpack
+from .serving_form import Weights
 from .shapes import KVPrograms
 from .taps import chunk_before
-from .weights import Weights
 
 HEAD_ROWS = 256
 """Scored tokens whose logits are in memory at the same time."""

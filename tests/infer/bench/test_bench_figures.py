@@ -18,7 +18,7 @@ from swiftkv_jax.infer.bench.dummy import STANDARD_DEVIATION, dummy_model
 from swiftkv_jax.infer.bench.summary import Variant
 from swiftkv_jax.infer.runner.build import build_model_runner
 from swiftkv_jax.infer.runner.lowering import DecodeProgram, PrefillProgram, lower_program
-from swiftkv_jax.infer.runner.weights import num_bytes, weight_shapes
+from swiftkv_jax.infer.runner.serving_form import num_bytes, weight_shapes
 from swiftkv_jax.model.mesh import make_mesh
 from swiftkv_jax.model.quantization import Scheme, dequantize
 from swiftkv_jax.plan.cost import decode_flops, prefill_flops

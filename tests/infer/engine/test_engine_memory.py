@@ -15,7 +15,7 @@ from swiftkv_jax.infer.runner import build, memory, model_runner, shapes
 from swiftkv_jax.infer.runner.layout import Layout
 from swiftkv_jax.infer.runner.memory import MemoryPlan, bytes_per_device
 from swiftkv_jax.infer.runner.model_runner import ModelRunner
-from swiftkv_jax.infer.runner.weights import shard_model
+from swiftkv_jax.infer.runner.serving_form import shard_model
 from swiftkv_jax.model.mesh import make_mesh
 from tests.infer.engine.test_engine import engine_of, model, options, small
 

@@ -32,8 +32,8 @@ from swiftkv_jax.infer.runner.lowering import (
 )
 from swiftkv_jax.infer.runner.prefill_chunk import chunk_needs, pack_chunk, pack_upper
 from swiftkv_jax.infer.runner.prefill_programs import prefill_chunk, score_chunk
+from swiftkv_jax.infer.runner.serving_form import served_config, serving_weights
 from swiftkv_jax.infer.runner.shapes import Shapes
-from swiftkv_jax.infer.runner.weights import served_config, serving_weights
 from swiftkv_jax.infer.sampling.metadata import sampling_row
 from swiftkv_jax.model.attention import Attention
 from swiftkv_jax.model.cache import KVCache, bytes_per_token, init_cache

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax.infer.runner.weights import (
+from swiftkv_jax.infer.runner.serving_form import (
     num_bytes,
     served_config,
     serving_weights,
     weight_shapes,
-    weight_shardings,
 )
 from swiftkv_jax.model.boundary import project_fused_kv, project_kv
 from swiftkv_jax.model.layers import norm
@@ -118,7 +117,8 @@ def test_places_are_known_without_weights(name, swiftkv):
             f"{array.sharding}, expected {sharding.spec}"
         )
 
-    jax.tree.map(same, weights, weight_shardings(model.config, swiftkv, mesh, scheme))
+    shapes = weight_shapes(model.config, swiftkv, jnp.float32, scheme, mesh)
+    jax.tree.map(lambda array, shape: same(array, shape.sharding), weights, shapes)
 
 
 def test_bytes_of_8b():
