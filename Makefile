@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
-.PHONY: demo demo-real real test test-all lint test-compile compilers newest lowest test-newest test-lowest test-wheel test-kernels test-soak test-eval test-router test-ray test-agents test-real test-gpu test-tpu first-hour lock clean
+.PHONY: demo demo-real real test test-all lint test-compile compilers newest lowest test-newest test-lowest test-wheel test-kernels test-planted test-soak test-eval test-router test-ray test-agents test-real test-gpu test-tpu first-hour lock clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/demo.py
@@ -109,6 +109,10 @@ test-all: lint
 # Every shape of every kernel, interpreted; `make test` has the most telling ones.
 test-kernels: $(VENV)/installed
 	$(QUICKLY) $(RUN) $(PYTEST) $(EVERY_SHAPE) tests/pallas_kernels
+
+# Bugs planted one by one, each of which a test of `make test` has to find; half an hour on two cores. BUGS=window: some.
+test-planted: $(VENV)/installed
+	$(QUICKLY) $(RUN) -m tests.planted $(BUGS)
 
 # Training runs killed twenty times at random moments, which must end like one that never was; bugs planted in the kernels,
 # which the interpreters must notice; and the server under 12,000 wrong requests, clients that leave, overload and slow
