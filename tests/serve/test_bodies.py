@@ -183,7 +183,7 @@ def test_an_empty_suffix_asks_for_nothing(running):
 def test_every_field_is_accepted_somewhere_or_refused_by_name():
     """A field that nothing reads would be dropped in silence."""
     read = (
-        set(params._SAME_NAME) | set(refused_fields(ChatBody)) | set(refused_fields(CompletionBody))
+        set(params._AS_GIVEN) | set(refused_fields(ChatBody)) | set(refused_fields(CompletionBody))
     )
     read |= set(
         "model stream stream_options seed stop include_stop_str_in_output min_tokens max_tokens "
