@@ -146,6 +146,11 @@ def test_tokens_behind_a_stop_string_are_no_answer(start):
     assert value(found, "vllm:generation_tokens", "_total") == used
     assert value(found, "vllm:request_generation_tokens", "_sum") == used
     assert value(found, "swiftkv:wasted_tokens", "_total") > 6
+    engine = running.app.service.engine
+    steps = engine.snapshot.num_steps
+    running.post("/v1/completions", BODY | {"max_tokens": 200, "stop": text[3:5]})
+    running.check_empty()
+    assert engine.snapshot.num_steps - steps < 10, "of 25 calls; the engine ends it too"
 
 
 def test_calls_of_tools_have_stopped(start, says):
