@@ -3,7 +3,6 @@
     python -m benchmarks.distill_real gpu --model PARTS --seconds 780    one H100, in 15 minutes
     python -m benchmarks.distill_real gpu --model PARTS --train-only     trained, measured later
     python -m benchmarks.distill_real cpu --model MODEL                  two cores, a night
-    python -m benchmarks.distill_real gpu --model MODEL --dry-run        operations and times
 
 The model is a folder, a GGUF file, or a folder of parts (`benchmarks.real.parts`). Training text is
 English and code of this machine's packages (`benchmarks.real.corpus`) and, as a second source, what
@@ -43,15 +42,13 @@ from swiftkv_jax.errors import UsageError
 from swiftkv_jax.model.model import Model
 from swiftkv_jax.model.stacks import split_layers
 from swiftkv_jax.model.transformer import Remat
-from swiftkv_jax.plan.cost import train_flops_per_token
-from swiftkv_jax.plan.hardware import HARDWARE
 from swiftkv_jax.process import files
 from swiftkv_jax.train.data.prepare import prepare
 from swiftkv_jax.train.data.sources import DataSource
 from swiftkv_jax.train.recipe import Recipe
 from swiftkv_jax.train.run import loop
 from swiftkv_jax.train.run.metrics import METRICS, read_metrics
-from swiftkv_jax.train.run.setup import cut_model, open_tokenizer
+from swiftkv_jax.train.run.setup import open_tokenizer
 
 from .real import corpus, generations, parts, table
 from .real.__main__ import add_flags, name_of, settings_of
@@ -63,8 +60,6 @@ DELTA, TRAINING = "delta", "training.json"
 """In the folder of a student: what was trained, and the trainer's held-out figures."""
 GENERATED_SHARE = 1, 9
 """Weights of what the model wrote and of the packages' text."""
-UTILISATIONS = (0.1, 0.2, 0.3)
-"""Shares of an H100's peak at which `--dry-run` gives times."""
 
 logger = logging.getLogger("swiftkv_jax.benchmarks")
 
@@ -160,7 +155,6 @@ def main(argv: list[str] | None = None) -> int:
     flag("--tokens", help="of each student in turn, as 40e6,20e6 (default: as the plan says)")
     flag("--data", metavar="PATH:WEIGHT", action="append", help="instead of the two sources")
     flag("--train-only", action="store_true", help="measure nothing, and keep what was trained")
-    flag("--dry-run", action="store_true", help="operations and times, without training")
     add_flags(parser)
     args = parser.parse_args(argv)
     return cli.run(lambda: run(args), parser)
@@ -177,9 +171,6 @@ def run(args: argparse.Namespace) -> int:
     config = open_any(args.model).config
     program = program_of(config, args.program)
     cells = plan.cells(config.num_layers, program)
-    if args.dry_run:
-        print(estimate(plan, args.model, cells))
-        return cli.OK
     args.folder.mkdir(parents=True, exist_ok=True)
     if args.seconds is not None:
         stop_after(args.seconds)
@@ -329,39 +320,6 @@ def evaluations(recipe: Recipe) -> list[dict[str, Any]]:
     """The trainer's rows of held-out figures so far."""
     rows = read_metrics(recipe.output_dir / METRICS)
     return [row for row in rows if any(name.startswith("eval_") for name in row)]
-
-
-def estimate(plan: Plan, model: str, cells: list[Cell]) -> str:
-    """Operations of each run, and its time on an H100 at some shares of its peak."""
-    hardware = next(one for one in HARDWARE if one.name == "H100 SXM")
-    lines, total = [], 0.0
-    for cell in cells:
-        recipe = Recipe(
-            model=model,
-            data=(),
-            output_dir=Path(),
-            num_key_value_layers=cell.num_key_value_layers,
-            generated_kv=cell.generated_kv,
-            exact_tail=cell.exact_tail,
-            max_length=plan.max_length,
-            remat=plan.remat,
-            **cell.program.options,
-        )
-        config = cut_model(recipe, open_any(model).config)
-        per_token = train_flops_per_token(config, plan.max_length, remat=recipe.remat)
-        total += per_token * cell.tokens
-        lines.append(
-            f"{cell}: {per_token / 1e9:.2f} GFLOP a token, {_times(per_token, cell, hardware)}"
-        )
-    shares = ", ".join(f"{share:.0%}" for share in UTILISATIONS)
-    seconds = [total / hardware.flops / share for share in UTILISATIONS]
-    lines.append(f"in all {total / 1e15:.1f} PFLOP: " + ", ".join(f"{s:,.0f} s" for s in seconds))
-    return "\n".join([f"seconds at {shares} of {hardware.name}'s peak", *lines])
-
-
-def _times(per_token: float, cell: Cell, hardware: Any) -> str:
-    seconds = [per_token * cell.tokens / hardware.flops / share for share in UTILISATIONS]
-    return ", ".join(f"{one:,.0f} s" for one in seconds)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from ..timing import SMOKE_PLAN, Plan
 from ..worker import Worker, WorkerError
 from .candidates import OURS, why_not
 from .rows import described, measure_named, names_here
-from .shapes import TABLES, TARGETS, Shape
+from .shapes import TABLES, Shape, required
 
 CONVENTIONS = (
     "FLOPs: visible pairs x 4 H N, x 3.5 with gradients; bytes: keys and values of "
@@ -124,13 +124,12 @@ def _measure(args: argparse.Namespace, worker: Worker) -> int:
     if skipped := [row["name"] for row in rows if "skipped" in row]:
         print(f"skipped, the budget of {args.seconds:g} s was spent: {', '.join(skipped)}")
 
-    document["targets"] = judge(rows, args.shapes)
     document["seconds"] = time.monotonic() - start
-    for target in document["targets"]:
-        print(
-            f"target {target['row']}: {target['measure']} at least {target['at_least']:g}: "
-            f"{target['verdict']}"
-        )
+    for row in rows:
+        for result in row["results"]:
+            if result["implementation"] in ("hopper", "tpu") and result["status"] == "ok":
+                for bound, met in required(result | {"name": row["name"], "unit": row["unit"]}):
+                    print(f"target {row['name']}: {bound}: {'met' if met else 'MISSED'}")
     report.write_json(path, document)
     bad = [
         f"{row['name']}/{result['implementation']}"
@@ -204,33 +203,6 @@ def _print_row(row: dict[str, Any], platform: str) -> None:
         if "reason" in result:
             line += f" {result['status']}: {result['reason']}"
         print(line, flush=True)
-
-
-def judge(rows: Sequence[dict[str, Any]], table: str) -> list[dict[str, Any]]:
-    """Each target of the release and the best device kernel's value, as a verdict."""
-    if table != "full":
-        return []
-    by_name, verdicts = {row["name"]: row for row in rows}, []
-    for target in TARGETS:
-        row = by_name.get(target.row, {"results": []})
-        right = [
-            result
-            for result in row["results"]
-            if result["implementation"] in ("hopper", "tpu") and result["status"] == "ok"
-        ]
-        values = [result[target.measure] for result in right if target.measure in result]
-        verdict = "not measured"
-        if values:
-            verdict = f"{'met' if max(values) >= target.value else 'MISSED'}, {max(values):.4g}"
-        verdicts.append(
-            {
-                "row": target.row,
-                "measure": target.measure,
-                "at_least": target.value,
-                "verdict": verdict,
-            }
-        )
-    return verdicts
 
 
 if __name__ == "__main__":

@@ -19,15 +19,14 @@ candidate of any kernel ran.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
 import json
 import math
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -86,13 +85,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     report.add_flags(parser, tables=("full", "smoke"), seconds=540)
     parser.add_argument("--dry-run", action="store_true", help="print the best, change nothing")
-    parser.add_argument(
-        "--table",
-        type=Path,
-        default=tuning.TABLE,
-        metavar="FILE",
-        help="the table to change (default: the package's)",
-    )
     args = parser.parse_args(argv)
     return cli.run(lambda: _main(args))
 
@@ -130,7 +122,8 @@ def _tune_all(args: argparse.Namespace, worker: Worker) -> int:
         if not args.dry_run:
             raise UsageError("there is nothing to tune on a CPU; --dry-run lists the candidates")
         for job in chosen:
-            print(f"{job.name}: {listed(job, _current(job, kind))}")
+            counts = [len(accepted(job, group)) for group in range(len(sweep.SWEEPS[job.kernel]))]
+            print(f"{job.name}: {' + '.join(map(str, counts))} candidates")
         print("Nothing can be timed on a CPU: these are the candidates for a device.")
         return cli.OK
     seed = report.new_seed(args.seed)
@@ -138,7 +131,7 @@ def _tune_all(args: argparse.Namespace, worker: Worker) -> int:
     document = {"benchmark": "tune", **facts, "shapes": args.shapes, "jobs": []}
     path = None if args.dry_run else report.output_path(args, "tune", kind, document["date"])
     if not args.dry_run:
-        report.check_writable(args.table)
+        report.check_writable(tuning.TABLE)
     cli.log(f"{kind}, seed {seed}")
     for number, job in enumerate(chosen):
         if time.monotonic() - start > args.seconds:
@@ -149,63 +142,28 @@ def _tune_all(args: argparse.Namespace, worker: Worker) -> int:
         result = tune(worker, job, kind, args.shapes, draw, plan, deadline=start + args.seconds)
         document["jobs"].append(result)
         if result["best"] is None:
-            reasons = "; ".join(
-                f"{count} x {reason}"
-                for reason, count in Counter(t["reason"] for t in result["tried"]).most_common(3)
-            )
-            print(
-                f"{job.name}: none of {len(result['tried'])} candidates ran: {reasons}", flush=True
-            )
+            print(f"{job.name}: none of {len(result['tried'])} candidates ran", flush=True)
             continue
         print(f"{job.name}: {json.dumps(result['best'])}: {result['basis']}", flush=True)
         if not args.dry_run:
-            entry = {
-                "kernel": job.kernel,
-                "device": kind,
-                "head_dim": job.head_dim,
-                "dtype": job.dtype,
-            }
-            entry |= {
-                "tuning": result["best"],
-                "basis": f"measured {document['date'][:10]}, jax {jax.__version__}: "
-                f"{result['basis']}",
-            }
-            write_atomic(
-                args.table,
-                table_text(with_entry(json.loads(args.table.read_text()), entry)).encode(),
-            )
+            basis = f"measured {document['date'][:10]}, jax {jax.__version__}: {result['basis']}"
+            write_entry(job, kind, result["best"], basis)
     document["seconds"] = time.monotonic() - start
     report.write_json(path, document)
-    if path is not None:
-        cli.log(f"wrote {path}")
-    found = any(result.get("best") is not None for result in document["jobs"])
-    if not found:
-        cli.log("error: no candidate of any kernel ran")
-    return cli.OK if found else cli.ERROR
+    if any(result.get("best") is not None for result in document["jobs"]):
+        return cli.OK
+    cli.log("error: no candidate of any kernel ran")
+    return cli.ERROR
 
 
-def listed(job: Job, current: dict[str, Any] | None) -> str:
-    """The candidates in one line: the table's entry, then the sweep group by group."""
-    start = current or {}
-    groups = []
-    for number, group in enumerate(sweep.SWEEPS[job.kernel]):
-        candidates = list(sweep.combinations(job.kernel, number, job.tuning_class, start))
-        values = ", ".join(
-            f"{name} {'|'.join(map(str, choices))}" for name, choices in group.items()
-        )
-        groups.append(
-            f"{values} ({sum(_accepted(job, values) for values in candidates)} of "
-            f"{len(candidates)} allowed)"
-        )
-    return f"{json.dumps(start)}; {'; then '.join(groups)}"
-
-
-def _accepted(job: Job, values: dict[str, Any]) -> bool:
-    try:
-        job.tuning_class(**values)
-    except ValueError:
-        return False
-    return True
+def accepted(job: Job, group: int) -> list[dict[str, Any]]:
+    """The candidates of a group, on the class's defaults, that the class does not refuse."""
+    found = []
+    for values in sweep.combinations(job.kernel, group, job.tuning_class, {}):
+        with contextlib.suppress(ValueError):
+            job.tuning_class(**values)
+            found.append(values)
+    return found
 
 
 def tune(
@@ -272,10 +230,6 @@ def tune(
         return result
     ran = [record for record in tried if "mean" in record]
     basis = f"{_told(best['seconds'])}, best of {len(ran)} that ran and {len(tried)} tried"
-    if "mean" in tried[0] and best is not tried[0]:
-        basis += f", {tried[0]['mean'] / best['mean']:.2f} x as fast as the entry before"
-    if time.monotonic() >= deadline:
-        basis += ", stopped early"
     return result | {"best": best["tuning"], "basis": basis}
 
 
@@ -355,6 +309,14 @@ def with_entry(entries: list[dict[str, Any]], entry: dict[str, Any]) -> list[dic
         entry,
         *(other for other in entries if any(other[field] != entry[field] for field in same)),
     ]
+
+
+def write_entry(job: Job, kind: str, best: dict[str, Any], basis: str) -> None:
+    """Put the best tuning of a kernel on top of the package's table."""
+    entry = {"kernel": job.kernel, "device": kind, "head_dim": job.head_dim, "dtype": job.dtype}
+    entry |= {"tuning": best, "basis": basis}
+    text = table_text(with_entry(json.loads(tuning.TABLE.read_text()), entry))
+    write_atomic(tuning.TABLE, text.encode())
 
 
 def table_text(entries: list[dict[str, Any]]) -> str:

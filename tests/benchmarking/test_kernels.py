@@ -80,17 +80,15 @@ def test_the_check_passes_what_is_right_and_no_more(shape):
     arrays = inputs.draw(shape, jax.random.key(1), 1)[-1]
     wanted = oracle.expected(shape, arrays)
     got = jax.jit(candidates.op(shape, "xla"))(arrays)
-    got = got if isinstance(got, tuple) else (got,)
-    assert len(got) == len(wanted) == (4 if shape.gradient else 1)
+    got: Any = got if isinstance(got, tuple) else (got,)
+    assert len(wanted) == (2 if shape.gradient else 1)
     errors, wrong = oracle.check(shape, got, wanted)
     assert wrong is None and 0 < errors["out"].relative < 1e-2
-    one_vector = got[0].at[0, -1, -1].multiply(-1)  # hardly seen in the norm of a large output
+    one_vector = got[0].at[-1, -1, -1].multiply(-1)  # hardly seen in the norm of a large output
     assert "worst vector" in (oracle.check(shape, (one_vector, *got[1:]), wanted)[1] or "")
     assert "nan" in (oracle.check(shape, (got[0] * jnp.nan, *got[1:]), wanted)[1] or "")
-    if len(got) == 4:
-        assert "dk" in (
-            oracle.check(shape, (got[0], got[1], got[2] * 1.1, got[3]), wanted)[1] or ""
-        )
+    if shape.gradient:
+        assert "dq" in (oracle.check(shape, (got[0], got[1] * 1.2), wanted)[1] or "")
 
 
 @pytest.mark.long

@@ -224,16 +224,13 @@ def test_the_time_may_end_outside_training():
         signal.signal(signal.SIGTERM, before)
 
 
-def test_plans(capsys):
+def test_plans():
     both = cells.PROGRAMS["both"]
     for name, plan in distill_real.PLANS.items():
         tokens = sum(cell.tokens for cell in plan.cells(30, both))
         assert tokens <= 100.1e6, name
     cuts = {cell.num_key_value_layers for cell in distill_real.PLANS["gpu"].cells(30, both)}
     assert cuts == {15, 18, 20, 23}
-    assert distill_real.main(["tiny", "--model", DEMO.model, "--program", "base", "--dry-run"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1].startswith("K=4, closed form, own, tail 64, 512 tokens: ") and len(lines) == 4
 
 
 def test_cells_name_the_programs():
