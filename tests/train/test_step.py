@@ -241,3 +241,12 @@ def test_learning_rate(schedule, expected):
     )
     if schedule == "cosine":
         assert float(jnp.asarray(rate(30))) > 1 - 20 / 90, "it falls slower than the line at first"
+
+
+def test_the_norm_of_a_gradient_is_clipped():
+    """A gradient of norm 5: AdamW's first moments are a tenth of what it is given."""
+    optimizer, weights = make_optimizer(recipe(max_grad_norm=2.0), 100), {"w": jnp.zeros(2)}
+    gradient = {"w": jnp.array([3.0, 4.0])}
+    _, state = optimizer.update(gradient, optimizer.init(weights), weights)
+    moments = optax.tree.get(state, "mu")["w"]
+    np.testing.assert_allclose(moments, [0.1 * 3 * 2 / 5, 0.1 * 4 * 2 / 5], rtol=1e-6)
