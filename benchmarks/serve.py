@@ -7,8 +7,8 @@
 
 Runs `python -m swiftkv_jax.infer bench` once for each part, in a process of its own, so that a
 failure of one leaves the others: prefill over the prompt length, decoding over rows and context,
-offline throughput, latency of requests that arrive. Then the targets (`serve_targets`), and the
-times beside those that `benchmarks.predict` predicts for this device. JSON goes to
+offline throughput, latency of requests that arrive. Then the targets (`serve_targets`);
+`benchmarks.predict` predicts the same parts. JSON goes to
 `benchmarks/results/`. No part begins after --seconds; the document names those that were left
 out. Exit code 1 if a part failed.
 """
@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ from swiftkv_jax.process import provenance
 
 from . import report
 from .markdown import section, table
-from .predict.model import device_model
 from .serve_targets import judge
 
 TINY = Config(
@@ -112,8 +110,7 @@ def _main(args: argparse.Namespace) -> int:
                     path = report.output_path(args, "serve", kind, date)
             report.write_json(path, document)
     if args.shapes == "full" and parts:
-        document["predicted"] = predicted_parts(document["device"]["kind"], parts)
-        print(beside_predictions(parts, document["predicted"]))
+        print(section("Targets", table(("", "release", "best", "measured"), judge(parts))))
     report.write_json(path, document)
     print("\n".join(f"{part}: {what}" for part, what in status.items()))
     return cli.ERROR if any(what.startswith("failed") for what in status.values()) else cli.OK
@@ -156,52 +153,6 @@ def _run(
     if process.returncode != 0:
         return f"failed with exit code {process.returncode}: {last}", None
     return "done", json.loads(path.read_text())
-
-
-def predicted_parts(kind: str, parts: Collection[str]) -> dict[str, Any]:
-    """The same parts by `benchmarks.predict`, in a process that leaves the device alone; none for a
-    device that it has no model of, or if it fails."""
-    if (model := device_model(kind)) is None:
-        return {}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "predicted.json"
-        command = [sys.executable, "-m", "benchmarks.predict", "--device", model.name]
-        command += ["--only", f"^({'|'.join(parts)})$", "-o", str(path)]
-        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-        run = subprocess.run(command, env=environment, cwd=report.ROOT, stdout=subprocess.DEVNULL)
-        return json.loads(path.read_text())["parts"] if run.returncode == 0 else {}
-
-
-def beside_predictions(parts: dict[str, Any], predicted: dict[str, Any]) -> str:
-    """Targets and times of all cells, measured and predicted, as Markdown."""
-    expected = {target[0]: target[3] for target in judge(predicted)}
-    targets = [(*target, expected.get(target[0], "")) for target in judge(parts)]
-    times = []
-    for part, document in parts.items():
-        others = predicted.get(part, {"rows": ()})["rows"]
-        seconds = {(row["label"], row["variant"]): row["seconds"] for row in others}
-        for row in document["rows"]:
-            other = seconds.get((row["label"], row["variant"]))
-            times.append(
-                (
-                    part,
-                    row["label"],
-                    row["variant"],
-                    report.duration(row["seconds"]),
-                    "" if other is None else report.duration(other),
-                    "" if other is None else f"{row['seconds'] / other:.2f}",
-                )
-            )
-    return "\n\n".join(
-        [
-            "",
-            section("Targets", table(("", "release", "best", "measured", "predicted"), targets)),
-            section(
-                "Times",
-                table(("part", "cell", "variant", "measured", "predicted", "ratio"), times),
-            ),
-        ]
-    )
 
 
 if __name__ == "__main__":

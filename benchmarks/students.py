@@ -5,13 +5,12 @@ history of the repository; `benchmarks.real` measures students of other models."
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from swiftkv_jax.train.loss.far_tokens import FAR_NATS, MAX_FAR_LOSS
 
 from .markdown import section, table
-from .result_files import newest
 
 Row = dict[str, Any]
 """One student, served in one mode, with the mean figures over its seeds."""
@@ -130,12 +129,10 @@ def cuts(documents: Iterable[dict[str, Any]]) -> str:
                 for lower, group, cells in _cuts(document["rows"])
             ],
         ),
-        "Pairs of trained students of the same cut, groups and steps, by their mean figures: "
-        + "; ".join(_beside_authors(name, document) for name, document in teachers.items())
-        + ".",
         "[Generated tokens](generated-kv.md) has the same students where answers keep their own "
-        "keys and values, and [training](training.md#choosing-the-cut) how to choose a cut.",
-        _limits(),
+        "keys and values, [training](training.md#choosing-the-cut) how to choose a cut and what "
+        "the authors' recipe gives, and [calibration](calibration.md#limits) what limits the "
+        "closed form.",
     )
 
 
@@ -180,56 +177,3 @@ def _cell(row: Row | None) -> str:
     lost = row["far"]["difference"]["value"]
     star = " *" if lost > MAX_FAR_LOSS else ""
     return f"{row['all']['above']['value']:+.1%}, {lost:+.3f}{star}"
-
-
-def _beside_authors(name: str, document: Mapping[str, Any]) -> str:
-    """How often this package's recipe gives the lower figures."""
-    found = {key(row): row for row in document["rows"]}
-    pairs = []
-    for ours in found.values():
-        _, _, start, steps, mode, _, _ = key(ours)
-        theirs = found.get(key(ours | {"start": "authors"}))
-        if start == "closed-form" and steps and mode == "boundary" and theirs:
-            pairs.append((ours, theirs))
-    perplexity = sum(ours["all"]["perplexity"] < it["all"]["perplexity"] for ours, it in pairs)
-    far = sum(_far(ours) < _far(theirs) for ours, theirs in pairs)
-    return (
-        f"of {name}'s {len(pairs)}, this package's recipe gives the lower perplexity in "
-        f"{perplexity} and loses less on far tokens in {far}"
-    )
-
-
-def _far(row: Row) -> float:
-    """A loss below 0 is no gain: the student deviates from the teacher."""
-    return max(row["far"]["difference"]["value"], 0.0)
-
-
-def _limits() -> str:
-    """What the closed form loses with keys and with values, and what the weight of the hidden
-    state's error changes."""
-    parts = []
-    for name, file in (("demo", "closed-form-cpu"), ("t1", "closed-form-t1-cpu")):
-        parts.append(f"{name} {_exact(newest(file)['cells'])}")
-    parts.append(f"t2 {_exact(newest('closed-form-t2-cpu')['cells'])}")
-    weights = newest("hidden-loss-cpu")["cells"]
-    means = [
-        f"{cell['weight']:g}: {sum(cell['above']) / len(cell['above']):.2%} and "
-        f"{sum(cell['far']) / len(cell['far']):+.3f} nats"
-        for cell in (weights[0], weights[-1])
-    ]
-    return (
-        "**What limits the closed form.** With half of the layers, no groups and no training, the "
-        "perplexity above the teacher is, as fitted, with exact keys, and with exact values for "
-        f"all tokens: {'; '.join(parts)}. No engine can serve exact keys; they show where the loss "
-        "is. More than the default number of calibration tokens changes little. "
-        "**The weight of the hidden state's error** (`--hidden-loss-weight`) trades perplexity "
-        f"for far tokens, for the demo model in pairs after 64 steps: at {'; at '.join(means)}."
-    )
-
-
-def _exact(cells: Sequence[Mapping[str, Any]]) -> str:
-    """The perplexity above the teacher with nothing, keys and values exact, at the default number
-    of calibration tokens."""
-    tokens = next(cell["tokens"] for cell in cells if cell["exact"] == "keys")
-    found = {cell["exact"]: cell["above"] for cell in cells if cell["tokens"] == tokens}
-    return ", ".join(f"{found[name]:.2%}" for name in ("nothing", "keys", "values"))

@@ -117,11 +117,6 @@ H100 = dataclasses.replace(H200, name="h100", kind="NVIDIA H100 80GB HBM3", copy
 DEVICES = {device.name: device for device in (H200, H100)}
 
 
-def device_model(kind: str) -> DeviceModel | None:
-    """The model of a `jax.Device.device_kind`; None if there is none."""
-    return next((device for device in DEVICES.values() if device.kind == kind), None)
-
-
 # Attention --------------------------------------------------------------------
 
 _BLOCK = 128  # queries, and keys, that `pair_cycles` is for

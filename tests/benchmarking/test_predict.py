@@ -2,8 +2,6 @@
 engine's loops add them up."""
 
 import json
-import subprocess
-import types
 
 import numpy as np
 import pytest
@@ -11,7 +9,7 @@ import pytest
 from benchmarks import serve
 from benchmarks.predict import __main__ as command
 from benchmarks.predict import model, serving
-from benchmarks.predict.model import H100, H200, StepModel, device_model
+from benchmarks.predict.model import H200, StepModel
 from swiftkv_jax.infer.bench.summary import STUDENT
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.plan.presets import LLAMA_8B
@@ -77,29 +75,15 @@ def test_requests_that_arrive_wait_for_those_before():
     assert 27e-3 < alone < 3 * 27e-3 and crowded > 3 * alone
 
 
-def test_the_command_and_what_serving_prints_beside_its_times(tmp_path, monkeypatch, capsys):
-    """In a process that leaves the device alone."""
-    flags = "decode --input-len 2k --batch 64 --output-len 64 -r 3"
-    assert serve.FULL["decode-2k"] == flags
-    assert device_model(H100.kind) is H100 and serve.predicted_parts("cpu", ["decode-2k"]) == {}
-
-    def run(argv, env, **_):
-        assert argv[1:3] == ["-m", "benchmarks.predict"] and env["JAX_PLATFORMS"] == "cpu"
-        return subprocess.CompletedProcess(argv, command.main(argv[3:]))
-
-    fake = types.SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL)
-    monkeypatch.setattr(serve, "subprocess", fake)
-    predicted = serve.predicted_parts(H200.kind, ["decode-2k"])
-    assert predicted == json.loads(json.dumps({"decode-2k": serving.predict(H200, flags)}))
+def test_the_command(tmp_path, capsys):
+    path, flags = tmp_path / "predicted.json", serve.FULL["decode-2k"]
+    assert command.main(["--only", "^decode-2k$", "-o", str(path)]) == 0
+    document = json.loads(path.read_text())
+    assert document["predicted_for"] == "h200"
+    predicted = {"decode-2k": serving.predict(H200, flags)}
+    assert document["parts"] == json.loads(json.dumps(predicted))
     student, teacher = predicted["decode-2k"]["rows"]
-    assert "host_share" not in student and (student["variant"], teacher["variant"]) == (
-        "swiftkv",
-        "teacher",
-    )
+    assert "host_share" not in student, "the host takes no time"
+    assert (student["variant"], teacher["variant"]) == ("swiftkv", "teacher")
     assert "an H200, predicted: decode-2k" in capsys.readouterr().out
-    rows = [row | {"seconds": 2 * row["seconds"]} for row in predicted["decode-2k"]["rows"]]
-    measured = {"decode-2k": {"rows": rows}, "latency": {"rows": rows}}
-    lines = serve.beside_predictions(measured, predicted).splitlines()
-    assert sum(line.endswith("| 2.00 |") for line in lines) == 2
-    assert sum(line.endswith("|  |  |") for line in lines) == 2, "a part without a prediction"
     assert command.main(["--only", "nothing such"]) == 2
