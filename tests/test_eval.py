@@ -13,10 +13,11 @@ import pytest
 import swiftkv_jax as skv
 from swiftkv_jax import cli
 from swiftkv_jax.errors import DataError, UsageError
-from swiftkv_jax.eval.__main__ import main, parser
+from swiftkv_jax.eval.__main__ import main
 from swiftkv_jax.eval.command import task_sets
 from swiftkv_jax.eval.comparison import Score, difference, scores, table
 from swiftkv_jax.eval.generation import generation
+from swiftkv_jax.eval.options import EvalOptions
 from swiftkv_jax.eval.tasks import PAPER, RENAMED
 from swiftkv_jax.eval.text_model import TextModel, windows
 from swiftkv_jax.infer import Engine, EngineOptions, SamplingParams
@@ -372,7 +373,7 @@ def test_flags_that_do_not_fit(flags, message, capsys):
 
 
 def test_the_authors_tasks():
-    assert task_sets(parser().parse_args(["--paper"])) == PAPER and len(PAPER) == 7
+    assert task_sets(EvalOptions(paper=True)) == PAPER and len(PAPER) == 7
     assert set(RENAMED.values()) == {
         name for one in PAPER if one.tasks[0].endswith("llama") for name in one.tasks
     }

@@ -21,6 +21,7 @@ from ..process.distributed import is_main_process
 from ..process.files import check_absent, write_json
 from ..process.provenance import provenance
 from .comparison import Report, difference, scores, table
+from .options import EvalOptions, Sides
 from .tasks import PAPER, Tasks, TaskSet
 from .text_model import TextModel
 
@@ -42,66 +43,49 @@ REPORT_FIELDS = (
 """Fields of the harness's report that the output file has."""
 
 
-@dataclasses.dataclass(frozen=True)
-class EvalOptions:
-    """Tasks to run, and where their numbers go."""
-
-    sets: tuple[TaskSet, ...]
-    compare: bool
-    """Whether the teacher is measured too, before the student."""
-    limit: float | None
-    include_path: Path | None
-    output: Path | None
-
-    @classmethod
-    def from_args(cls, args: argparse.Namespace) -> EvalOptions:
-        """Read the arguments of `__main__.parser`. Raises `UsageError`."""
-        sets = task_sets(args)
-        return cls(sets, args.swiftkv == "both", args.limit, args.include_path, args.output)
-
-
-def task_sets(args: argparse.Namespace) -> tuple[TaskSet, ...]:
-    """Tasks that the arguments name. Raises `UsageError`."""
+def task_sets(options: EvalOptions) -> tuple[TaskSet, ...]:
+    """Tasks that the options name. Raises `UsageError`."""
     own = ("tasks", "num_fewshot", "apply_chat_template", "fewshot_as_multiturn", "gen_kwargs")
-    if args.paper:
-        if given := [name for name in own if getattr(args, name) not in (None, False)]:
+    if options.paper:
+        if others := [name for name in own if getattr(options, name) not in (None, False)]:
             raise UsageError(
-                f"`{given[0]}` does not go with `paper`, which has settings of its own"
+                f"`{others[0]}` does not go with `paper`, which has settings of its own"
             )
         return PAPER
-    if not args.tasks:
+    if not options.tasks:
         raise UsageError(
             "nothing to run: name some with `tasks`, or take the authors' with `paper`"
         )
-    if args.num_fewshot is not None and args.num_fewshot < 0:
-        raise UsageError(f"`num_fewshot`={args.num_fewshot} must be at least 0")
-    if args.fewshot_as_multiturn and not args.apply_chat_template:
+    if options.num_fewshot is not None and options.num_fewshot < 0:
+        raise UsageError(f"`num_fewshot`={options.num_fewshot} must be at least 0")
+    if options.fewshot_as_multiturn and not options.apply_chat_template:
         raise UsageError(
             "`fewshot_as_multiturn` needs `apply_chat_template`: only conversations have turns"
         )
     return (
         TaskSet(
-            args.tasks,
-            args.num_fewshot,
-            args.apply_chat_template,
-            args.fewshot_as_multiturn,
-            args.gen_kwargs,
+            options.tasks,
+            options.num_fewshot,
+            options.apply_chat_template,
+            options.fewshot_as_multiturn,
+            options.gen_kwargs,
         ),
     )
 
 
 def main(args: argparse.Namespace) -> int:
-    options, engine_fields = EvalOptions.from_args(args), given(EngineOptions, args)
-    swiftkv = "auto" if options.compare else args.swiftkv
+    options, sides = EvalOptions(**given(EvalOptions, args)), Sides(**given(Sides, args))
+    engine_fields, sets = given(EngineOptions, args), task_sets(options)
+    swiftkv = "auto" if sides.compare else sides.swiftkv
     model_options = dataclasses.replace(ModelOptions.from_args(args), swiftkv=swiftkv)
     EngineOptions(**engine_fields)  # mistakes end the run before tasks and weights are read
     check_absent("`output`", options.output)
-    tasks = Tasks(options.sets, include_path=options.include_path, limit=options.limit)
-    reports = _measure(options, tasks, model_options, engine_fields)
+    tasks = Tasks(sets, include_path=options.include_path, limit=options.limit)
+    reports = _measure(sides, tasks, model_options, engine_fields)
     if is_main_process():
         print(table(reports))
         if options.output:
-            settings = {"swiftkv": args.swiftkv, "limit": options.limit} | {
+            settings = {"swiftkv": sides.swiftkv, "limit": options.limit} | {
                 name: getattr(args, name)
                 for name in (
                     "dtype",
@@ -117,19 +101,19 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _measure(
-    options: EvalOptions, tasks: Tasks, model_options: ModelOptions, engine_fields: dict[str, Any]
+    sides: Sides, tasks: Tasks, model_options: ModelOptions, engine_fields: dict[str, Any]
 ) -> dict[str, Report]:
     """A report for each side, one after the other."""
-    sides = SIDES if options.compare else {"score": model_options.swiftkv}
+    measured = SIDES if sides.compare else {"score": model_options.swiftkv}
     reports: dict[str, Report] = {}
     mesh = None
-    for name, swiftkv in sides.items():
+    for name, swiftkv in measured.items():
         side = dataclasses.replace(model_options, swiftkv=swiftkv)
         if reports:
             model = read_model(side, mesh)
         else:
             model, mesh = load_model(side)
-        if options.compare and (model.swiftkv is None or model.llama.upper_qkv is None):
+        if sides.compare and (model.swiftkv is None or model.llama.upper_qkv is None):
             missing = "SwiftKV weights" if model.swiftkv is None else "teacher"
             raise UsageError(f"`swiftkv`=both: the checkpoint has no {missing}")
         tokenizer = model.tokenizer

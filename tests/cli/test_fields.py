@@ -121,7 +121,7 @@ def test_a_number_below_the_smallest_is_refused():
 
 # The whole tree ----------------------------------------------------------------
 
-REST = {"cli/fields.py", "cli/check_kernels.py", "convert.py", "eval/__main__.py"}
+REST = {"cli/fields.py", "cli/check_kernels.py", "convert.py"}
 """The module that adds the flags of fields, and commands whose flags are not fields."""
 
 
