@@ -88,6 +88,11 @@ def run(recipe: Recipe) -> RunResult:
     opened = open_run(recipe, check_run, training_configs)
     recipe, mesh, data = opened.options, opened.mesh, opened.data
     exported, continues = opened.exported, bool(run_steps(recipe.output_dir))
+    if recipe.eval_data is None and not continues:
+        logger.warning(
+            "without `eval_data` nothing shows what the student loses on tokens that depend on the "
+            "far prompt"
+        )
     steps = recipe.max_steps or max(1, recipe.num_train_epochs * data.num_rows // recipe.batch_size)
     model, initial_delta_digest = start_of_run(
         recipe, opened.source, opened.model, data, mesh, continues=continues
@@ -162,11 +167,6 @@ def check_run(recipe: Recipe, source: Source, config: Config) -> None:
         raise UsageError(
             f"`output_dir`={recipe.output_dir} holds a model but no run to continue; name "
             f"another, or remove {exported}"
-        )
-    if recipe.eval_data is None and not continues:
-        logger.warning(
-            "without `eval_data` nothing shows what the student loses on tokens that depend on the "
-            "far prompt"
         )
 
 
