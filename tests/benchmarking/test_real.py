@@ -155,6 +155,15 @@ def test_scores_are_those_of_the_logits(demo, tokenizer, generated_kv, tail):
     assert (found.kl > 0).all() and np.abs(found.nll - reference.scores.nll).max() > 1e-3
 
 
+def test_far_tokens_lose_much_without_the_far_prompt(tokenizer):
+    nll, cut = np.array([1.0, 1.0, 1.0]), np.array([2.5, 1.5, 0.0])
+    assert forward.far_dependent(nll, cut).tolist() == [True, False, False]
+    rows = quiz_rows(_short(documents.RECALL, tokenizer), tokenizer, SHORT)
+    (_, batch), *_ = rows.batches(SHORT)
+    segments = forward.cut_away(batch, 100).segment_ids[0]
+    assert set(segments[:100]) == {1} and set(segments[100 : rows.lengths[0]]) == {2}
+
+
 def test_errors_are_of_paired_differences():
     figure = measure.ratio(np.array([1.0, 3.0, 2.0]), np.array([1.0, 1.0, 1.0]))
     assert figure == pytest.approx({"value": 2.0, "stderr": 1 / np.sqrt(3)})
