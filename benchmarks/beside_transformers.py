@@ -56,7 +56,9 @@ from .serve import TINY
 from .worker import alone
 
 MEDIUM = Path(__file__).parent / "medium" / "config.json"
-TRANSFORMERS, TEACHER, STUDENT = "transformers", "teacher", "swiftkv"
+TRANSFORMERS = "transformers"
+TEACHER = "teacher"
+STUDENT = "swiftkv"
 BATCHING = "transformers, continuous batching"
 SIZES = {
     "full": (((512, 64), (2048, 32)), (1, 4, 16)),
@@ -98,7 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(args: argparse.Namespace) -> int:
     if args.model is not None and args.python is not None:
         raise UsageError("--model: transformers serves random weights only; leave --python out")
-    start, seed = time.monotonic(), report.new_seed(args.seed)
+    start = time.monotonic()
+    seed = report.new_seed(args.seed)
     # From another process: one that has started JAX's backend would keep a device from servers.
     facts = alone(report.environment, seed)
     on_cpu = facts["device"]["platform"] == "cpu"
@@ -295,7 +298,8 @@ def ask_in_turns(
 def ask(server: Server, prompts: Sequence[str], output_len: int, folder: Path) -> dict[str, Any]:
     """What `swiftkv infer bench serve` finds when it sends all prompts at once. Raises `DataError`
     if the server refuses one."""
-    file, result = folder / "prompts.jsonl", folder / "result.json"
+    file = folder / "prompts.jsonl"
+    result = folder / "result.json"
     file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     command = [sys.executable, "-m", "swiftkv_jax.infer", "bench", "serve"]
     command += ["--base-url", server.url, "--model", server.model, "--dataset", str(file)]

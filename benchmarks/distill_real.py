@@ -56,7 +56,8 @@ from .real.cells import PROGRAMS, WITH_NEURONS, Cell, Program, program_of
 from .real.measure import Bench
 from .real.results import Results
 
-DELTA, TRAINING = "delta", "training.json"
+DELTA = "delta"
+TRAINING = "training.json"
 """In the folder of a student: what was trained, and the trainer's held-out figures."""
 GENERATED_SHARE = 1, 9
 """Weights of what the model wrote and of the packages' text."""
@@ -162,7 +163,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit code."""
-    plan, started = PLANS[args.plan], time.perf_counter()
+    plan = PLANS[args.plan]
+    started = time.perf_counter()
     if args.tokens:
         plan = dataclasses.replace(plan, runs=parse_tokens(args.tokens, plan))
     if parts.is_split(Path(args.model)):
@@ -183,7 +185,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.train_only:
         bench = Bench(teacher, settings_of(args), [cell.num_key_value_layers for cell in cells])
     for number, cell in enumerate(cells, 1):
-        passed, kept = time.perf_counter() - started, delta_of(args, cell)
+        passed = time.perf_counter() - started
+        kept = delta_of(args, cell)
         logger.info("%d of %d after %.0f s: %s", number, len(cells), passed, cell)
         if not kept.exists():
             recipe = recipe_of(plan, cell, args, data)

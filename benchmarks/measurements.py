@@ -103,8 +103,10 @@ def _many_rows() -> str:
 
 
 def beside_transformers() -> str:
-    alone, served = newest("hf-baseline-cpu"), newest("hf-serve-cpu")
-    ratios, repetitions = alone["times_as_fast"], alone["repetitions"]["transformers"]
+    alone = newest("hf-baseline-cpu")
+    served = newest("hf-serve-cpu")
+    ratios = alone["times_as_fast"]
+    repetitions = alone["repetitions"]["transformers"]
     versions = served["versions_of_transformers"]
     speed = [
         (name, f"{ratios[key]['ttft']:.2f}", f"{ratios[key]['tpot']:.2f}")
@@ -142,7 +144,8 @@ def _servers(result: dict[str, Any]) -> list[tuple[str, ...]]:
 
 def _heeded(result: dict[str, Any]) -> str:
     """How many parameters of a request each server honours."""
-    counts, asked = [], {}
+    counts = []
+    asked = {}
     for server, answers in result["behaviour"].items():
         asked = {what: answer for what, answer in answers.items() if what.startswith("`")}
         heeded = list(asked.values()).count("honoured")
@@ -154,7 +157,8 @@ def _heeded(result: dict[str, Any]) -> str:
 
 
 def cost_of_http() -> str:
-    timed, model = newest("http-timed-device-cpu"), newest("http-medium-cpu")
+    timed = newest("http-timed-device-cpu")
+    model = newest("http-medium-cpu")
     cells = timed["cells"]
     return section(
         "What HTTP costs",
@@ -211,7 +215,8 @@ def kv_projection_figure() -> str:
 
 def for_h200() -> str:
     """What was compiled for an H200 or predicted of it, and never ran there."""
-    gib, step = loss_figures(), newest("train-step-compiled-for-h200")
+    gib = loss_figures()
+    step = newest("train-step-compiled-for-h200")
     losses = [
         (name, f"{gib[f'{row}, fused']:.2f} GiB", f"{gib[f'{row}, naive']:.1f} GiB")
         for name, row in (

@@ -26,8 +26,10 @@ DISTILLED = (
 
 
 def on_h100() -> str:
-    kernels, serve = all_of(f"kernels-{ON_H100}"), all_of(f"serve-{ON_H100}")
-    facts, parts = kernels[-1], newest_parts(serve)
+    kernels = all_of(f"kernels-{ON_H100}")
+    serve = all_of(f"serve-{ON_H100}")
+    facts = kernels[-1]
+    parts = newest_parts(serve)
     return section(
         "On an H100",
         f"Measured on one {facts['device']['kind']} on {facts['date'][:10]}: driver "
@@ -161,7 +163,8 @@ def _training(train: Documents) -> str:
 
 def _calibration(document: Mapping[str, Any]) -> str:
     """The pass over the teacher on the device, and the solutions on the host."""
-    found, hardware = document["pass"], hardware_of(document["device"]["kind"])
+    found = document["pass"]
+    hardware = hardware_of(document["device"]["kind"])
     assert hardware is not None
     alone, pairs = (one["seconds"] for one in document["solutions"])
     share = found["flops"] / found["seconds"] / hardware.flops

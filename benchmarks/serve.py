@@ -86,10 +86,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(args: argparse.Namespace) -> int:
     """Run all parts. This process uses no device: each part needs all of its memory."""
-    start, seed = time.monotonic(), report.new_seed(args.seed)
+    start = time.monotonic()
+    seed = report.new_seed(args.seed)
     if args.output is not None:
         report.check_writable(args.output)
-    parts, status, path = dict[str, Any](), dict[str, str](), None
+    parts = dict[str, Any]()
+    status = dict[str, str]()
+    path = None
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(config_to_hf(TINY)))
@@ -106,7 +109,8 @@ def _main(args: argparse.Namespace) -> int:
                 parts[part] = found
                 if path is None:
                     document = _facts(found) | document
-                    kind, date = found["device"]["kind"], found["date"]
+                    kind = found["device"]["kind"]
+                    date = found["date"]
                     path = report.output_path(args, "serve", kind, date)
             report.write_json(path, document)
     if args.shapes == "full" and parts:
@@ -137,7 +141,8 @@ def _run(
     """Status of a part and its document, None if it failed. Its tables go to standard output."""
     print(f"\n## {part}\n", flush=True)
     command = [sys.executable, "-m", "swiftkv_jax.infer", "bench", *flags, "-o", str(path)]
-    last, limit = "", seconds + 60
+    last = ""
+    limit = seconds + 60
     with subprocess.Popen(command, cwd=report.ROOT, stderr=subprocess.PIPE, text=True) as process:
         timer = threading.Timer(limit, process.kill)
         timer.daemon = True  # so that it does not keep a command that is interrupted

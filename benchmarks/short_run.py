@@ -79,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(args: argparse.Namespace) -> int:
-    output, matches = args.output.absolute(), matcher(args.only)
+    output = args.output.absolute()
+    matches = matcher(args.only)
     steps = read_plan(args.plan, output)
     chosen = [step for step in steps if step.required or matches(step.name)]
     if all(step.required for step in chosen):
@@ -150,7 +151,8 @@ def _outcomes(steps: Sequence[Step], seconds: float | None, output: Path) -> Ite
             outcome = run(dataclasses.replace(step, seconds=limit), output)
         except KeyboardInterrupt:
             cli.log("interrupted: the remaining steps are left out")
-            outcome, stopped = Outcome(step.name, "interrupted", 0.0), True
+            outcome = Outcome(step.name, "interrupted", 0.0)
+            stopped = True
         if step.required and outcome.failed:
             cli.log(f"error: {step.name} failed, and the other steps need it")
             stopped = True

@@ -143,11 +143,13 @@ def _column(start: str, steps: int) -> str:
 def _about(document: dict[str, Any]) -> str:
     """A line of a list about one teacher and its text."""
     first = next(row for row in document["rows"] if row["all"])
-    whole, far = first["all"], first["far"]
+    whole = first["all"]
+    far = first["far"]
     teacher = document.get("teacher", {})
     made = "the embedded demo model"
     if "tokens" in teacher:
-        parameters, tokens = teacher["parameters"] / 1e6, teacher["tokens"] / 1e6
+        parameters = teacher["parameters"] / 1e6
+        tokens = teacher["tokens"] / 1e6
         made = f"{parameters:.1f}M parameters, trained on {tokens:.1f}M tokens"
     return (
         f"- `{_name(document)}`: {document['layers']} layers, {made}. Its perplexity is "

@@ -129,7 +129,8 @@ def measure(
 
     `clock` counts the seconds of the warm-up.
     """
-    samplers, failed = {}, {}
+    samplers = {}
+    failed = {}
     for name, program in programs.items():
         try:
             samplers[name] = _Sampler(program, plan, clock)

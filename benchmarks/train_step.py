@@ -57,7 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(args: argparse.Namespace) -> int:
-    start, seed, size = time.monotonic(), report.new_seed(args.seed), SIZES[args.shapes]
+    start = time.monotonic()
+    seed = report.new_seed(args.seed)
+    size = SIZES[args.shapes]
     matches = report.matcher(args.only)
     variants = [variant for variant in size.variants if matches(variant.name)]
     if not variants:
@@ -74,7 +76,8 @@ def _main(args: argparse.Namespace) -> int:
     if roofline is not None:
         report.add_roofline(document, roofline)
     for number, variant in enumerate(variants):
-        row, spent = described(size, variant), time.monotonic() - start
+        row = described(size, variant)
+        spent = time.monotonic() - start
         if spent > args.seconds:
             row["skipped"] = f"the budget of {args.seconds:g} s was spent"
         else:

@@ -187,7 +187,8 @@ def run_step(size: Size, variant: Variant, seed: int, plan: Plan) -> dict[str, A
     timings, failed = measure({"step": program}, plan)
     for error in failed.values():
         raise error
-    timing, loss = timings["step"], float(losses[-1])
+    timing = timings["step"]
+    loss = float(losses[-1])
     if not math.isfinite(loss):
         raise ArithmeticError(f"the loss is {loss}")
     flops = {
@@ -209,7 +210,8 @@ def chained(
 ) -> tuple[Program, list[jax.Array]]:
     """(steps one after another, each on the state that the last one left; a list whose last entry
     is the newest loss)."""
-    states, losses = [state], [jnp.zeros(())]
+    states = [state]
+    losses = [jnp.zeros(())]
 
     def run(repeats: int) -> Run:
         start = time.perf_counter()

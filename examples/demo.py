@@ -76,7 +76,8 @@ def run(name: str, main: Callable[[list[str]], int], *arguments: str) -> None:
 
 def prepared_text(folder: Path) -> tuple[PackedDataset, PackedDataset]:
     """The standard library in packed rows: to learn from, and held out."""
-    tokenizer, source = open_tokenizer(DEMO), DataSource(STDLIB)
+    tokenizer = open_tokenizer(DEMO)
+    source = DataSource(STDLIB)
     training, held_out = (
         prepare(source, tokenizer, DEMO.max_length, folder, held_out=flag) for flag in (False, True)
     )
@@ -89,7 +90,8 @@ def calibrate_and_distil(
     """Half the layers, in `group`-way shared caches, with the flags `data`: the model in closed
     form, the one distilled from it, and their held-out quality."""
     mesh = "x".join(map(str, MESH))
-    calibrated, distilled = folder / f"calibrated-{group}", folder / f"distilled-{group}"
+    calibrated = folder / f"calibrated-{group}"
+    distilled = folder / f"distilled-{group}"
     flags = ["--mesh", mesh, "--key-value-group-size", str(group)]
     run("train", train, "calibrate", *flags, "--output-dir", str(calibrated), *data)
     found = json.loads((calibrated / CALIBRATION).read_text())["held_out"]
@@ -168,7 +170,8 @@ def measure(column: Column) -> tuple[float, float, str]:
     )
     engine = Engine.from_model(column.model, options, swiftkv=column.swiftkv)
     random = np.random.default_rng(0)
-    prefill, decode = [], []
+    prefill = []
+    decode = []
     for _ in range(3):
         prompts = random.integers(2, column.model.config.vocab_size, (ROWS, PROMPT_TOKENS)).tolist()
         first = seconds(engine, prompts, 1)
@@ -202,7 +205,8 @@ def table(
     rows: list[tuple[str, ...]] = [("", *(column.title for column in columns))]
     flops = [prefill_flops(c.model.config, PROMPT_TOKENS - 1, swiftkv=c.swiftkv) for c in columns]
     bytes_ = [bytes_per_token(c.model.config, teacher.dtype, swiftkv=c.swiftkv) for c in columns]
-    seconds, decode = [m[0] for m in measured], [m[1] for m in measured]
+    seconds = [m[0] for m in measured]
+    decode = [m[1] for m in measured]
 
     def share(values, number):
         return [f"{number(value)}  ({value / values[0]:.0%})" for value in values]

@@ -140,7 +140,8 @@ def ask(model: skv.Model, *, swiftkv: bool) -> Answers:
     engine = Engine.from_model(model, options, swiftkv=swiftkv)
     warm = [[1] * 600]  # the first chunk and step of a process are slower
     seconds(engine, warm, 2)
-    took, texts = seconds(engine, conversations[:1], 1), []
+    took = seconds(engine, conversations[:1], 1)
+    texts = []
     for prompt in conversations:
         stops = set(model.eos_token_ids)
         new = [id for _, out in engine.run([request(prompt, NEW_TOKENS)]) for id in out.token_ids]
@@ -163,7 +164,8 @@ def table(
     answers: tuple[Answers, Answers],
 ) -> str:
     """What the student costs and loses beside its teacher."""
-    config, length = student.config, answers[0].prompt_tokens
+    config = student.config
+    length = answers[0].prompt_tokens
     flops = [prefill_flops(config, length, swiftkv=flag) for flag in (False, True)]
     times = [each.prefill_seconds for each in answers]
     right = [

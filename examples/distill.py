@@ -18,7 +18,9 @@ import optax
 import swiftkv_jax as skv
 from swiftkv_jax import demo
 
-STEPS, ROWS, LENGTH = 16, 8, 256
+STEPS = 16
+ROWS = 8
+LENGTH = 256
 
 
 def main() -> None:

@@ -115,7 +115,8 @@ def logits(
     check_model(model)
     config = model.config
     delta = model.swiftkv if model.uses_swiftkv(swiftkv) else None
-    attention, tokens = _attention(model, gradient=False), _rows(config, tokens)
+    attention = _attention(model, gradient=False)
+    tokens = _rows(config, tokens)
     lengths = _prompt_lengths(tokens, prompt_lengths)
     if delta is None:
         lengths = None
@@ -124,7 +125,8 @@ def logits(
 
 def _attention(model: Model, *, gradient: bool) -> Attention:
     """Attention for whole rows on the devices of the model, by kernels that have been checked."""
-    mesh, embed = mesh_of(model.llama.embed), model.llama.embed
+    mesh = mesh_of(model.llama.embed)
+    embed = model.llama.embed
     configs = (training_configs if gradient else forward_configs)(model.config, embed.dtype, mesh)
     return Attention(mesh, _checked(tuple(configs), jax.local_devices()[0]))
 
@@ -326,7 +328,8 @@ def calibrate(
     if config.num_upper_layers == 0:
         raise UsageError(f"`num_key_value_layers`={num_key_value_layers}: no layer is left to fit")
     length = min(max_length, config.max_position_embeddings)
-    llama, attention = split_layers(config, model.llama), _attention(model, gradient=False)
+    llama = split_layers(config, model.llama)
+    attention = _attention(model, gradient=False)
     batches = calibration_batches(
         data,
         model.tokenizer,

@@ -21,7 +21,9 @@ class UsageError(ValueError):
         """`option` is the name of the option, argument or field of a request that is wrong, with
         its `value` and the `limit` of it, if they are known."""
         super().__init__(message)
-        self.option, self.value, self.limit = option, value, limit
+        self.option = option
+        self.value = value
+        self.limit = limit
 
 
 class ContextLengthError(UsageError):
@@ -33,7 +35,8 @@ class ContextLengthError(UsageError):
     def __init__(self, message: str, *, prompt_tokens: int, new_tokens: int, limit: int):
         """All three are numbers of tokens; `limit` is the largest sum of the others."""
         super().__init__(message, limit=limit)
-        self.prompt_tokens, self.new_tokens = prompt_tokens, new_tokens
+        self.prompt_tokens = prompt_tokens
+        self.new_tokens = new_tokens
 
 
 class DataError(ValueError):
@@ -68,7 +71,8 @@ def spelled(message: str, spell: Callable[[str], str | None], *, equals: str = "
     its backticks, and with `equals` between it and its value. Where `spell` returns None, all of it
     stays."""
     parts = message.split("`")
-    result, number = parts[0], 1
+    result = parts[0]
+    number = 1
     while number < len(parts):
         name = parts[number]
         new = spell(name) if name.isidentifier() and number + 1 < len(parts) else None

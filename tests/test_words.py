@@ -183,3 +183,16 @@ def test_words_are_found_in_names_comments_and_strings(tmp_path):
     file = tmp_path / "example.py"
     file.write_text('num_lanes = 1  # nobody\nclass PagePool: ...\ntext = f"whoever {num_lanes}"\n')
     assert {"num_lanes", "lanes", "nobody", "whoever", "page", "pool"} <= words_of(file)
+
+
+def test_a_statement_says_one_thing():
+    """`a, b = x, y` is for what belongs together: at most three times in 1,000 lines."""
+    statements = [node for path in FILES for node in ast.walk(ast.parse(path.read_text()))]
+    pairs = sum(
+        isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Tuple)
+        and isinstance(node.value, ast.Tuple)
+        for node in statements
+    )
+    lines = sum(len(path.read_text().splitlines()) for path in FILES)
+    assert pairs <= 3 * lines / 1000

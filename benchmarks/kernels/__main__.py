@@ -80,7 +80,8 @@ def _main(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace, worker: Worker) -> int:
-    start, chosen = time.monotonic(), select(TABLES[args.shapes], args.only)
+    start = time.monotonic()
+    chosen = select(TABLES[args.shapes], args.only)
     available = worker.call(names_here)
     if unknown := set(args.implementation or ()) - set(available):
         name = min(unknown)
@@ -162,7 +163,9 @@ def measure_apart(
     except WorkerError as error:
         failure = {"status": "error", "reason": str(error)}
         results = [{"implementation": name} | failure for name in names]
-        row, failed, lost = described(shape) | {"results": results}, names, True
+        row = described(shape) | {"results": results}
+        failed = names
+        lost = True
     if not lost or len(names) == 1 or "oracle" in failed:
         return row
     again = {

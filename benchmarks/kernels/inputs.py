@@ -82,7 +82,8 @@ def _normal(key, size):
 def quantise(x, dtype: str):
     """(stored, float32 scale per position and head): what is stored times its scale is about
     `x`."""
-    x, largest = x.astype(jnp.float32), 448 if dtype == "float8_e4m3fn" else 127
+    x = x.astype(jnp.float32)
+    largest = 448 if dtype == "float8_e4m3fn" else 127
     scale = jnp.abs(x).max(axis=-1) / largest
     x = x / scale[..., None]
     return (jnp.round(x) if dtype == "int8" else x).astype(dtype), scale
@@ -90,7 +91,8 @@ def quantise(x, dtype: str):
 
 def dequantised(arrays: Set, name: str) -> jax.Array:
     """float32 keys or values, scaled; still a pool if they are one."""
-    x, scale = arrays[name].astype(jnp.float32), arrays.get(f"{name}_scale")
+    x = arrays[name].astype(jnp.float32)
+    scale = arrays.get(f"{name}_scale")
     return x if scale is None else x * scale[..., None]
 
 

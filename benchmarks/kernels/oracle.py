@@ -20,12 +20,15 @@ QUERIES = 128
 
 # Operands of 8 significant bits leave about 3e-3. A norm over millions of entries hides one wrong
 # tile; the worst vector of H entries, relative to its own norm, does not.
-RELATIVE, WORST = 1e-2, 5e-2
-GRADIENT_RELATIVE, GRADIENT_WORST = 2e-2, 1e-1
+RELATIVE = 1e-2
+WORST = 5e-2
+GRADIENT_RELATIVE = 2e-2
+GRADIENT_WORST = 1e-1
 # Norms below this share of the root mean square count as it: some vectors are zero by right. The
 # gradient of a query that sees two keys is a small difference of large terms, whose rounding errors
 # are as large as any other's.
-FLOOR, QUERY_FLOOR = 0.1, 0.5
+FLOOR = 0.1
+QUERY_FLOOR = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,13 +69,16 @@ def check(
     shape: Shape, outputs: tuple[jax.Array, ...], wanted: tuple[jax.Array, ...]
 ) -> tuple[dict[str, Error], str | None]:
     """(error of each output, what is wrong or None)."""
-    errors, wrong = {}, None
+    errors = {}
+    wrong = None
     for name, out, ref in zip(("out", "dq"), compared(shape, outputs), wanted, strict=False):
         if out.shape != ref.shape:
             raise ValueError(f"{name} is {out.shape}, expected {ref.shape}")
-        relative, worst = GRADIENT_RELATIVE, GRADIENT_WORST
+        relative = GRADIENT_RELATIVE
+        worst = GRADIENT_WORST
         if name == "out":
-            relative, worst = RELATIVE, WORST
+            relative = RELATIVE
+            worst = WORST
         floor = QUERY_FLOOR if name == "dq" else FLOOR
         error = errors[name] = Error(*(float(x) for x in _error(out, ref, floor)))
         right = error.relative <= relative and error.worst_vector <= worst  # NaN is wrong

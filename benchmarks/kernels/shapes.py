@@ -48,7 +48,9 @@ class Prefill:
         row."""
         if not self.packed:
             return [self.queries]
-        rng, lengths, left = np.random.default_rng(self.queries), [], self.queries
+        rng = np.random.default_rng(self.queries)
+        lengths = []
+        left = self.queries
         while left:
             lengths.append(min(left, max(1, int(self.queries * 2 ** rng.uniform(-6, -1)))))
             left -= lengths[-1]
@@ -144,7 +146,8 @@ def _causal(name: str, length: int, batch: int, **options) -> Prefill:
     return Prefill(name, batch, length, length, **options)
 
 
-_FP8, _INT8 = "float8_e4m3fn", "int8"
+_FP8 = "float8_e4m3fn"
+_INT8 = "int8"
 
 FULL: tuple[Shape, ...] = (
     _causal("prefill 8B 8k", 8192, 2),

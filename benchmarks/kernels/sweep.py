@@ -78,7 +78,8 @@ def fields(tuning: Any) -> dict[str, Any]:
 def shapes(kernel: str, head_dim: int, cache: str, table: str) -> tuple[Shape, ...]:
     """The shapes that a kernel is tuned on, with the heads of Llama-3.1-8B. Candidates are ranked
     by the geometric mean of their times."""
-    op, packed = kernel.split(".")[1], kernel.endswith(".packed")
+    op = kernel.split(".")[1]
+    packed = kernel.endswith(".packed")
     if table == "smoke":
         if op == "decode":
             return (Decode("decode", 2, 256, cache, heads=4, kv_heads=2, head_dim=head_dim),)

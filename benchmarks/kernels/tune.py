@@ -117,7 +117,8 @@ def _main(args: argparse.Namespace) -> int:
 
 def _tune_all(args: argparse.Namespace, worker: Worker) -> int:
     start, (platform, kind) = time.monotonic(), worker.call(current_device)
-    chosen, smoke = jobs(platform, args.only), args.shapes == "smoke"
+    chosen = jobs(platform, args.only)
+    smoke = args.shapes == "smoke"
     if platform not in ("gpu", "tpu"):
         if not args.dry_run:
             raise UsageError("there is nothing to tune on a CPU; --dry-run lists the candidates")
@@ -138,7 +139,8 @@ def _tune_all(args: argparse.Namespace, worker: Worker) -> int:
             print(f"{job.name}: skipped, the budget of {args.seconds:g} s was spent", flush=True)
             document["jobs"].append({"name": job.name, "skipped": "budget"})
             continue
-        draw, plan = (seed, number), SMOKE_PLAN if smoke else PLAN
+        draw = (seed, number)
+        plan = SMOKE_PLAN if smoke else PLAN
         result = tune(worker, job, kind, args.shapes, draw, plan, deadline=start + args.seconds)
         document["jobs"].append(result)
         if result["best"] is None:
@@ -201,9 +203,11 @@ def tune(
             )
         except WorkerError as error:  # the others go on
             worker.works()
-            seconds, reason = None, str(error)
+            seconds = None
+            reason = str(error)
         except Exception as error:  # refused
-            seconds, reason = None, report.reason(error)
+            seconds = None
+            reason = report.reason(error)
         if seconds is None:
             record["reason"] = reason
             cli.log(f"  {json.dumps(values, default=str)}: {record['reason']}")
@@ -270,8 +274,10 @@ def _times(
     seconds: dict[str, float] = {}
     cases = _cases(job, table, draw)
     for shape, sets, wanted in cases:
-        name, tunings = job.kernel.split(".")[0], {job.argument: candidate}
-        call, prepare = op(shape, name, **tunings), planned(shape, name, **tunings)
+        name = job.kernel.split(".")[0]
+        tunings = {job.argument: candidate}
+        call = op(shape, name, **tunings)
+        prepare = planned(shape, name, **tunings)
         try:
             program = Candidate(job.name, call, prepare).start(sets)
         except NotImplementedError as error:

@@ -44,7 +44,8 @@ def _main(args: argparse.Namespace) -> int:
     parts = serve.select(serve.FULL, args.only)
     if args.output is not None:
         report.check_writable(args.output)
-    device, found = DEVICES[args.device], {}
+    device = DEVICES[args.device]
+    found = {}
     for part, flags in parts.items():
         cli.log(part)
         found[part] = serving.predict(device, flags)

@@ -31,10 +31,12 @@ PRODUCTS = 4
 """Products of a layer: queries with keys and values, or queries; output; gate and up; down."""
 ATTENTION = 2
 """Kernels of attention in a layer."""
-SMALL_SELF, SMALL_CROSS = 9, 6
+SMALL_SELF = 9
+SMALL_CROSS = 6
 """Other kernels of a decode step in a layer that writes keys and values, and in one that does not:
 norms, rotary embedding, check, scatters, activation, sums."""
-SMALL_PER_GROUP, SMALL_REST = 3, 25
+SMALL_PER_GROUP = 3
+SMALL_REST = 25
 """The same for each group of upper layers (scatters of its keys and values), and for the whole
 step: embedding, rotary table, work list, final norm, sampling."""
 _LOGITS_PASSES = 2
@@ -154,7 +156,8 @@ def decode_attention_seconds(
     """Seconds of the two kernels of decode attention in one layer, launches included, for rows of
     `lengths` positions in page tables with room for `keys`. They follow the kernel's own plan."""
     tuning = tuning_for(decode.Tuning, "hopper.decode", config.head_dim, cache, device.kind)
-    rows, pages = len(lengths), keys // page
+    rows = len(lengths)
+    pages = keys // page
     q = jax.ShapeDtypeStruct((rows, 1, config.num_heads, config.head_dim), jnp.bfloat16)
     pool = (rows * pages, config.num_kv_heads, page, config.head_dim)
     k = jax.ShapeDtypeStruct(pool, cache)
@@ -224,7 +227,8 @@ class StepModel:
     ) -> float:
         """A chunk program of `tokens`. `tiles` has the positions that the last query of each of its
         pages sees, 0 for one without tokens; with `context_pages` so many are widened first."""
-        device, config = self.device, self.config
+        device = self.device
+        config = self.config
         # The products of one token alone: its attention to itself is 1/10,000 of them.
         products = max(
             tokens * prefill_flops(config, 1, swiftkv=self.variant.swiftkv) / device.layer_matmul,
@@ -239,7 +243,8 @@ class StepModel:
 
     def _attention(self, tiles: Sequence[int]) -> float:
         """Seconds of one layer's attention: pages in their order, all heads of each."""
-        device, config = self.device, self.config
+        device = self.device
+        config = self.config
         kernel = tuning_for(
             prefill.Tuning, "hopper.prefill", config.head_dim, jnp.bfloat16, device.kind
         )
@@ -258,7 +263,8 @@ class StepModel:
     def _small_bytes(self, tokens: int, tiles: int) -> float:
         """Bytes that a layer's other kernels read and write, in bfloat16: norms and sums, the
         queries and results that are unpacked into tiles and packed again, the activation."""
-        config, rows = self.config, tiles * self.page_size
+        config = self.config
+        rows = tiles * self.page_size
         heads = config.num_heads * config.head_dim
         norms_and_sums = tokens * 7 * config.embed_dim
         packing = 2 * (tokens + rows) * heads
@@ -281,7 +287,8 @@ class StepModel:
     def decode_seconds(self, lengths: Sequence[int], keys: int) -> float:
         """One step of rows of `lengths` positions, their new ones among them and 0 for rows without
         a sequence, whose page tables have room for `keys`."""
-        device, config = self.device, self.config
+        device = self.device
+        config = self.config
         rows = len(lengths)
         products = max(
             rows * decode_flops(config, 0, swiftkv=self.variant.swiftkv) / device.layer_matmul,

@@ -77,7 +77,8 @@ class PredictedRunner:
         self.limits = self.shapes.limits
         self.variant = variant_of(name, config, self.weights, self.cache_dtype, self.shapes)
         self.model = StepModel(device, self.variant, self.cache_dtype, options.page_size)
-        self.clock, self._idle_from = Clock(), 0.0
+        self.clock = Clock()
+        self._idle_from = 0.0
         self._rows: dict[int, tuple[int, int]] = {}  # slot: (cached positions, remaining tokens)
 
     def prepare(self) -> None:

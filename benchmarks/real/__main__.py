@@ -93,14 +93,16 @@ def name_of(args: argparse.Namespace) -> str:
 
 def measure(args: argparse.Namespace) -> int:
     """Measure what is not measured yet and print the table. Returns the exit code."""
-    model, settings = skv.load(args.model), settings_of(args)
+    model = skv.load(args.model)
+    settings = settings_of(args)
     if model.swiftkv is not None:
         raise UsageError(f"`model`={args.model}: has a delta; give the model without one")
     if model.tokenizer is None:
         raise UsageError(f"`model`={args.model}: has no tokenizer, and all of this is text")
     results = Results.open(name_of(args), model, settings, args.output)
     cuts = _cuts(args.cuts, model.config.num_layers)
-    programs, served = args.programs.split(","), args.served.split(",")
+    programs = args.programs.split(",")
+    served = args.served.split(",")
     chosen = cells.untrained_cells(model.config, cuts, programs, served)
     missing = [cell for cell in chosen if results.find(cell) is None]
     logger.info("%d of %d cells are to be measured", len(missing), len(chosen))

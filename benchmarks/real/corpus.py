@@ -23,7 +23,8 @@ from swiftkv_jax.train.data.sources import STDLIB
 
 from .packages import HELD_OUT, PACKAGES, repeats, source_files
 
-ENGLISH, CODE = "english", "code"
+ENGLISH = "english"
+CODE = "code"
 KINDS = (ENGLISH, CODE)
 TRAIN = "train.jsonl"
 
@@ -60,7 +61,8 @@ def in_turn(documents: Iterable[Document], seed: int) -> Iterator[Document]:
 def write_training_text(folder: Path) -> None:
     """Make a folder of `train.jsonl` (fields `kind`, `name`, `text`) and `corpus.json`, the
     characters of each kind. Files that repeat others, or held-out ones, are left out."""
-    seen, count = set[bytes](), dict.fromkeys(KINDS, 0)
+    seen = set[bytes]()
+    count = dict.fromkeys(KINDS, 0)
     for kind in KINDS:
         for _ in _documents(kind, HELD_OUT, seen):
             pass

@@ -71,7 +71,8 @@ def quizzes(task: Task, tokenizer: Any, length: int, count: int, seed: int) -> l
 def _quiz(task: Task, tokenizer: Any, length: int, rng: Rng) -> Quiz:
     questions = QUESTIONS[length]
     room = length - questions * _ROOM_PER_QUESTION
-    stated, used = list[Fact](), len(tokenizer(task.opening + task.between)["input_ids"])
+    stated = list[Fact]()
+    used = len(tokenizer(task.opening + task.between)["input_ids"])
     for fact in task.facts(rng):
         used += len(tokenizer(fact.statement, add_special_tokens=False)["input_ids"])
         if used > room:
@@ -83,7 +84,8 @@ def _quiz(task: Task, tokenizer: Any, length: int, rng: Rng) -> Quiz:
         )
     chosen = rng.choice(len(stated), questions, replace=False)
     text = task.opening + "".join(fact.statement for fact in stated) + task.between
-    document, answers = len(text), list[tuple[int, int]]()
+    document = len(text)
+    answers = list[tuple[int, int]]()
     for fact in (stated[i] for i in chosen):
         text += fact.question
         answers.append((len(text), len(text) + len(fact.answer)))
@@ -142,7 +144,8 @@ def _shuffled(rng: Rng, *words: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 def _register(rng: Rng) -> Iterator[Fact]:
     for adjective, noun in _shuffled(rng, _ADJECTIVES, _NOUNS):
-        key, value = f"{adjective}-{noun}:", f" {rng.integers(1_000, 10_000)}"
+        key = f"{adjective}-{noun}:"
+        value = f" {rng.integers(1_000, 10_000)}"
         yield Fact(f"{key}{value}\n", key, value, "\n")
 
 
@@ -161,7 +164,8 @@ def _people(rng: Rng) -> Iterator[Fact]:
 
 
 def _functions(rng: Rng) -> Iterator[Fact]:
-    syllables, seen = _SYLLABLES.split(), set[str]()
+    syllables = _SYLLABLES.split()
+    seen = set[str]()
     for verb, adjective, things in _shuffled(rng, _VERBS, _ADJECTIVES, _OBJECTS.split()):
         first, second = ("".join(rng.choice(syllables, 3)) for _ in range(2))
         if first in seen:

@@ -62,7 +62,8 @@ def run_teacher(model: Model, rows: Rows, layers: Iterable[int], *, far: bool) -
     """Run a model without a delta and keep the states that enter `layers`; `far` finds the
     far-dependent predictions of rows of text."""
     inputs: dict[int, list[np.ndarray]] = {layer: [] for layer in sorted(set(layers))}
-    last, without_prompt = [], []
+    last = []
+    without_prompt = []
     for chosen, batch in rows.batches(TOKENS_PER_BATCH):
         states, output = teacher_states(model.config, DEFAULT, model.llama, batch)
         for layer, kept in inputs.items():
@@ -82,7 +83,9 @@ def run_teacher(model: Model, rows: Rows, layers: Iterable[int], *, far: bool) -
 
 def run_student(student: Model, reference: Reference) -> Scores:
     """Run the student as its `Config.generated_kv` and `exact_tail` say: f32[N]."""
-    config, rows, found = student.config, reference.rows, []
+    config = student.config
+    rows = reference.rows
+    found = []
     inputs = reference.inputs[config.num_key_value_layers]
     for x, (chosen, batch) in zip(inputs, rows.batches(TOKENS_PER_BATCH), strict=True):
         if config.generated_kv == "own":
@@ -140,7 +143,8 @@ def _scores(model: Model, rows: Rows, states: np.ndarray, reference: np.ndarray)
 
 def _score_chunk(model: Model, states: Any, reference: Any, following: Any) -> Scores:
     """Scores of a chunk, which is filled up to one size."""
-    count, dtype = len(states), model.llama.embed.dtype
+    count = len(states)
+    dtype = model.llama.embed.dtype
     missing = PREDICTIONS_PER_CHUNK - count
     x, teacher_x = (
         jnp.asarray(np.pad(part, ((0, missing), (0, 0))), dtype)[None]

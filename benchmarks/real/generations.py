@@ -13,7 +13,8 @@ from swiftkv_jax.process import files
 
 from . import corpus
 
-PROMPT_TOKENS, NEW_TOKENS = 32, 480
+PROMPT_TOKENS = 32
+NEW_TOKENS = 480
 
 
 def write(
@@ -32,7 +33,9 @@ def write(
     )
     engine = Engine.from_model(model, options, swiftkv=False)
     params = SamplingParams(max_tokens=NEW_TOKENS, temperature=1.0, seed=seed)
-    names, texts, written = list[str](), list[list[int]](), 0
+    names = list[str]()
+    texts = list[list[int]]()
+    written = 0
 
     def requests() -> Iterator[Request]:  # one after the other, when the engine has room
         for number, (_, name, text) in enumerate(corpus.in_turn(documents, seed)):

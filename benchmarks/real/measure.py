@@ -113,7 +113,8 @@ def prefill_share(config: Config) -> float:
 
 def ratio(sums: np.ndarray, counts: np.ndarray) -> dict[str, float]:
     """sum(sums) / sum(counts) and its standard error over the entries."""
-    total, entries = counts.sum(), len(sums)
+    total = counts.sum()
+    entries = len(sums)
     value = sums.sum() / total
     residuals = sums - value * counts
     spread = entries / (entries - 1) * np.square(residuals).sum() if entries > 1 else math.nan
@@ -132,7 +133,8 @@ def beside(teacher: ArrayLike, student: ArrayLike, unit: str) -> dict[str, Any]:
 
 
 def _text(reference: Reference, found: Scores) -> dict[str, Any]:
-    items, teacher = reference.rows.items, reference.scores
+    items = reference.rows.items
+    teacher = reference.scores
     counts = np.bincount(items).astype(np.float64)
 
     def mean(values: np.ndarray) -> dict[str, float]:
@@ -154,10 +156,13 @@ def _text(reference: Reference, found: Scores) -> dict[str, Any]:
 
 def _far(texts: Sequence[tuple[Reference, Scores]]) -> dict[str, Any]:
     """Nats lost on the far-dependent predictions of some texts, by row."""
-    lost, divergence, counts = [], [], []
+    lost = []
+    divergence = []
+    counts = []
     for reference, found in texts:
         assert reference.far is not None
-        items, size = reference.rows.items[reference.far], len(reference.rows.tokens)
+        items = reference.rows.items[reference.far]
+        size = len(reference.rows.tokens)
         difference = (found.nll - reference.scores.nll)[reference.far]
         lost.append(np.bincount(items, difference, size))
         divergence.append(np.bincount(items, found.kl[reference.far], size))
@@ -185,7 +190,8 @@ def _answers(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of each question of a task: whether the teacher and the student answer it, and the nats that
     the student loses."""
-    questions, items = documents.QUESTIONS[length], reference.rows.items
+    questions = documents.QUESTIONS[length]
+    items = reference.rows.items
     chosen = slice(task * questions, (task + 1) * questions)
     wrong = [np.bincount(items, 1 - scores.first) for scores in (reference.scores, found)]
     lost = np.bincount(items, found.nll - reference.scores.nll)

@@ -20,7 +20,8 @@ PACKAGES = (
 )
 """Their licences are Apache-2.0, BSD, MIT or PSF-like."""
 HELD_OUT = ("click", "fsspec", "Jinja2", "optax", "packaging")
-MIN_BYTES, MAX_BYTES = 2_000, 200_000
+MIN_BYTES = 2_000
+MAX_BYTES = 200_000
 """Sizes of a file: smaller ones are mostly imports, larger ones mostly tables."""
 MAX_REPEATED = 0.5
 """Largest share of a file's lines that stand in files before it."""

@@ -43,7 +43,8 @@ def split(file: Path, folder: Path, part_bytes: int = PART_BYTES) -> None:
     there is no such file."""
     if not file.is_file():
         raise UsageError(f"{file}: no such file")
-    whole, parts = hashlib.sha256(), list[dict[str, str]]()
+    whole = hashlib.sha256()
+    parts = list[dict[str, str]]()
     with files.new_directory(folder) as made, file.open("rb") as content:
         while part := content.read(part_bytes):
             name = f"part-{len(parts):02}"
@@ -70,7 +71,8 @@ def join(folder: Path, file: Path) -> None:
     if not is_split(folder):
         raise UsageError(f"{folder}: has no {MANIFEST}")
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    partial, whole = file.with_name(f"{file.name}.partial"), hashlib.sha256()
+    partial = file.with_name(f"{file.name}.partial")
+    whole = hashlib.sha256()
     with partial.open("wb") as target:
         for part in manifest["parts"]:
             path = folder / part["name"]

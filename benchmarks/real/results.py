@@ -17,7 +17,8 @@ from .cells import Cell
 from .measure import Settings
 
 NAME = "real"
-CELLS, TEACHER = "cells", "teacher"
+CELLS = "cells"
+TEACHER = "teacher"
 _OF_CELL = "date", "command", "commit", "sources_sha256"
 """What each cell says of how it was measured: several commands write to a file."""
 
@@ -27,7 +28,9 @@ class Results:
 
     def __init__(self, path: Path, document: dict[str, Any], measured: dict[str, Any]):
         """`measured` says how the cells that will be added are measured."""
-        self.path, self.document, self._measured = path, document, measured
+        self.path = path
+        self.document = document
+        self._measured = measured
 
     @classmethod
     def open(cls, name: str, model: Model, settings: Settings, output: Path | None) -> Results:

@@ -15,7 +15,8 @@ from swiftkv_jax.model.batch import Batch
 from . import corpus
 from .documents import Quiz
 
-LENGTH, PROMPT = 512, 256
+LENGTH = 512
+PROMPT = 256
 """Tokens of a row of text, and how many of them are the prompt."""
 UNSCORED = -1
 
@@ -43,7 +44,8 @@ class Rows:
             yield chosen, self._batch(chosen, size)
 
     def _batch(self, rows: slice, size: int) -> Batch:
-        tokens, lengths = self.tokens[rows], self.lengths[rows]
+        tokens = self.tokens[rows]
+        lengths = self.lengths[rows]
         missing = ((0, size - len(tokens)), (0, 0))
         at = np.arange(tokens.shape[1], dtype=np.int32)
         real = np.pad(at < lengths[:, None], missing)
@@ -88,7 +90,8 @@ def quiz_rows(quizzes: Sequence[Quiz], tokenizer: Any, length: int) -> Rows:
     Raises `UsageError` if one does not fit."""
     tokens = np.zeros((len(quizzes), length), np.int32)
     lengths, prompts = (np.zeros(len(quizzes), np.int32) for _ in range(2))
-    item, count = np.full((len(quizzes), length), UNSCORED, np.int32), 0
+    item = np.full((len(quizzes), length), UNSCORED, np.int32)
+    count = 0
     for row, quiz in enumerate(quizzes):
         ids, offsets = encode(quiz.text, tokenizer)
         ids, offsets = ids[:-1], offsets[:-1]  # the end token

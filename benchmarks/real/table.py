@@ -90,7 +90,8 @@ _INTRODUCTION = (
 
 
 def _describe(found: Sequence[dict[str, Any]]) -> str:
-    model, settings = found[-1]["model"], found[-1]["settings"]
+    model = found[-1]["model"]
+    settings = found[-1]["settings"]
     cell = found[-1]["cells"][0]
     texts = ", ".join(
         f"{text['teacher_perplexity']:.2f} on {text['tokens']:,} tokens of {_TITLES[kind]}"
@@ -136,7 +137,8 @@ def _order(cell: Cell) -> tuple[Any, ...]:
 
 
 def _line(cell: Cell, layers: int) -> tuple[str, ...]:
-    kept, texts = cell["num_key_value_layers"], cell["texts"]
+    kept = cell["num_key_value_layers"]
+    texts = cell["texts"]
     kl, agreement = (
         sum(text[name]["value"] for text in texts.values()) / len(texts)
         for name in ("kl", "agreement")

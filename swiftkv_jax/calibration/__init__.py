@@ -82,7 +82,9 @@ def calibrate(
     mlps = None
     if config.prompt_attention_layers:
         mlps, batches = fit_maps(config, llama, batches, attention=attention)
-    moments, first, first_tokens = zero_moments(config, attention.mesh), list[Batch](), 0
+    moments = zero_moments(config, attention.mesh)
+    first = list[Batch]()
+    first_tokens = 0
     for batch in batches:
         if config.has_two_caches and first_tokens < SLOPE_TOKENS:
             first.append(_first_tokens(batch, SLOPE_TOKENS - first_tokens))

@@ -103,7 +103,8 @@ def score_products(
     """The two sums of the module's formula, of each upper layer and key/value head. All states are
     the teacher's."""
     config = config.at_length(batch.tokens.shape[1])
-    mesh, segment_ids = attention.mesh, batch.segment_ids
+    mesh = attention.mesh
+    segment_ids = batch.segment_ids
     x, tables = run_lower_layers(config, llama, batch, attention=attention)
     kinds, kind_of = scanned_kinds(
         config, tables, range(config.num_lower_layers, config.num_layers)

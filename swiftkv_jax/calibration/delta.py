@@ -63,13 +63,17 @@ def fit_delta(
     several processes all of them call this; the result is that of process 0. Raises `ValueError` if
     the teacher's upper projections were dropped, `DivergenceError` if it is not finite.
     """
-    upper, dtype = require_teacher(llama, "calibrate"), llama.embed.dtype
+    upper = require_teacher(llama, "calibrate")
+    dtype = llama.embed.dtype
     metrics = output_metrics(llama.upper.o, config.num_kv_heads)
-    alone, size = config.prompt_attention_layers, config.embed_dim
+    alone = config.prompt_attention_layers
+    size = config.embed_dim
     layers = track(fit_layers(config, upper, metrics, moments, first=alone))
     stack = config.num_projected_groups, config.num_kv_heads, config.head_dim, num_inputs(config)
-    k, v = np.empty(stack, dtype), np.empty(stack, dtype)
-    groups, fits = list[FittedGroup](), list[list[LayerFit]]()
+    k = np.empty(stack, dtype)
+    v = np.empty(stack, dtype)
+    groups = list[FittedGroup]()
+    fits = list[list[LayerFit]]()
     pairs = paired_dims(config)
     for group, fit in share_layers(layers, config.key_value_group_size, moments, pairs):
         k[len(fits)], v[len(fits)] = group.k, group.v
@@ -257,7 +261,8 @@ def _regress(config: Config, qkv: QKV, layer: int, moment: Moments) -> solve.Rid
     """Keys and then values of a layer, from the boundary state: 2 K heads, of one factorisation
     unless keys have taps. Values get zeros for those."""
     cross = moment.cross.reshape(len(moment.cross), -1, moment.cross.shape[-1])
-    prior, energy = own_projections(config, qkv, layer), moment.energy.ravel()
+    prior = own_projections(config, qkv, layer)
+    energy = moment.energy.ravel()
     if not config.boundary_taps:
         return solve.ridge(moment.inputs, cross, energy, prior)
     read, (k, v) = inputs_of_values(config), np.split(np.arange(len(energy)), 2)
@@ -307,7 +312,8 @@ def _alone(member: solve.Member, pairs: Int[np.ndarray, "2 H_half"]) -> FittedGr
 
 def _untouched(config: Config, pairs: Int[np.ndarray, "2 H_half"]) -> FittedGroup:
     """The part of a `FittedGroup` besides keys and values for a layer that keeps its own."""
-    heads, size = config.num_kv_heads, config.head_dim
+    heads = config.num_kv_heads
+    size = config.head_dim
     nothing = np.empty((heads, size, 0))
     return _alone(solve.Member(nothing.mT, nothing.mT, nothing, nothing), pairs)
 
@@ -323,7 +329,8 @@ def _shared(
         np.stack([part[heads] for part, heads in zip(parts, reads, strict=True)])
         for parts in (group.key_factors, group.mix)
     )
-    k, v = group.k.mT, group.v.mT
+    k = group.k.mT
+    v = group.v.mT
     return FittedGroup(k, v, reads, factors, mix, pairs, group.kept_k, group.kept_v)
 
 

@@ -69,8 +69,10 @@ def fit_maps(
     upper projections were dropped, `DivergenceError` for a teacher that is not finite.
     """
     require_teacher(llama, "calibrate")
-    mesh, kept = attention.mesh, list[Batch]()
-    count, neurons = config.prompt_attention_layers, config.prompt_mlp_neurons
+    mesh = attention.mesh
+    kept = list[Batch]()
+    count = config.prompt_attention_layers
+    neurons = config.prompt_mlp_neurons
     fitted = zero_mlps(config, count, neurons, llama.embed.dtype)
     where = None if mesh is None else swiftkv_shardings(config, mesh).prompt_mlp
 
@@ -88,12 +90,14 @@ def fit_maps(
     for index in range(count):
         every = kept or _keep(batches, kept)
         if neurons:
-            energy, mlps = zero_energy(config, mesh), put()
+            energy = zero_energy(config, mesh)
+            mlps = put()
             for batch in every:
                 jax.block_until_ready(energy)
                 energy = add_energy_batch(config, attention, index, energy, llama, mlps, batch)
             choose_neurons(llama.upper, index, energy, fitted, index)
-        sums, mlps = zero_sums(config, neurons, mesh), put()
+        sums = zero_sums(config, neurons, mesh)
+        mlps = put()
         for batch in kept or every:
             jax.block_until_ready(sums)
             sums = add_map_batch(config, attention, index, sums, llama, mlps, batch)
@@ -199,7 +203,8 @@ def add_map_batch(
     are used, and its neurons."""
     config = config.at_length(batch.tokens.shape[1])
     x, tables, u, m = _mlp_input(config, attention, index, llama, mlps, batch)
-    segment_ids, mesh = batch.segment_ids, attention.mesh
+    segment_ids = batch.segment_ids
+    mesh = attention.mesh
     h, _ = run_upper_layers_teacher(
         config, llama, x, tables, segment_ids, attention=attention, count=index + 1
     )
@@ -259,7 +264,8 @@ def _mlp_input(config: Config, attention: Attention, index: int, llama, mlps, ba
     layer of map `index`, what the MLP reads of that)."""
     segment_ids = batch.segment_ids
     x, tables = run_lower_layers(config, llama, batch, attention=attention)
-    u, prompt = x, prompt_delta(llama, mlps)
+    u = x
+    prompt = prompt_delta(llama, mlps)
     for layer in range(index + 1):
         u, _ = run_prompt_layer(
             config,

@@ -49,7 +49,9 @@ class Moments:
 def moment_shapes(config: Config, layers: int | None = None) -> Moments:
     """Shapes of the moments of `layers` layers; None: all that are fitted."""
     u = config.num_layers - config.first_projected_layer if layers is None else layers
-    n, k, h = config.num_heads, config.num_kv_heads, config.head_dim
+    n = config.num_heads
+    k = config.num_kv_heads
+    h = config.head_dim
     e = num_inputs(config)
     shapes = Moments((u, e, e), (u, e, 2, k, h), (u, 2, k), (u, n, h // 2), ())
     return jax.tree.map(
@@ -81,7 +83,8 @@ def split_rows(mesh: Mesh, size: int, *axes: str) -> tuple[str, ...] | None:
 
 def moment_shardings(config: Config, mesh: Mesh) -> Moments:
     """Rows of the large products over `fsdp` and `model`, where those divide them."""
-    rows, heads = num_inputs(config), config.num_kv_heads
+    rows = num_inputs(config)
+    heads = config.num_kv_heads
     specs = Moments(
         P(None, split_rows(mesh, rows, FSDP, MODEL)),
         P(None, split_rows(mesh, rows, FSDP), None, split_rows(mesh, heads, MODEL)),
@@ -118,13 +121,15 @@ def add_batch(
     """Add one more batch of packed rows to `moments`. `mlps` stand in for the MLPs of
     `Config.prompt_attention_layers`."""
     config = config.at_length(batch.tokens.shape[1])
-    mesh, segment_ids = attention.mesh, batch.segment_ids
+    mesh = attention.mesh
+    segment_ids = batch.segment_ids
     x, tables = run_lower_layers(config, llama, batch, attention=attention)
     kinds, kind_of = scanned_kinds(
         config, tables, range(config.num_lower_layers, config.num_layers)
     )
     alone = config.prompt_attention_layers
-    y, prompt = x, prompt_delta(llama, mlps)
+    y = x
+    prompt = prompt_delta(llama, mlps)
     for layer in range(alone):
         y, _ = run_prompt_layer(
             config, llama, prompt, layer, y, tables, segment_ids, attention=attention
@@ -254,7 +259,8 @@ def layer_moments(
     for the first axis. `x` enters the layer; what follows `segment_ids` is of `LayerQueries`, for
     one tail. Keys are taken before their norm, which the student has too."""
     h = norm(config, x, block.attn_norm)
-    k, v = project_heads(h, qkv.k, qkv.k_bias), project_heads(h, qkv.v, qkv.v_bias)
+    k = project_heads(h, qkv.k, qkv.k_bias)
+    v = project_heads(h, qkv.v, qkv.v_bias)
     y = jnp.stack([k, v], axis=2)
     counted &= fitted_tokens(config, segment_ids)
     weight = token_weights(received, counted.astype(jnp.float32))

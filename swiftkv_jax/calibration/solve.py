@@ -72,7 +72,8 @@ def ridge(
     """
     size = len(inputs)
     heads, head_dim = cross.shape[1:]
-    flat, target = prior.reshape(size, -1), cross.reshape(size, -1)
+    flat = prior.reshape(size, -1)
+    target = cross.reshape(size, -1)
     residual = target - inputs @ flat
     penalty = RIDGE * np.trace(inputs) / size
     inputs.flat[:: size + 1] += penalty
@@ -148,7 +149,8 @@ def share(
     second moments of all members' keys and values together, (g K H)^2 (1 + 1 / H) numbers. Arrays
     of E rows are those of one member at a time.
     """
-    count, members = len(members[0].k), _invertible(members)
+    count = len(members[0].k)
+    members = _invertible(members)
     k_moments, v_moments = _moments(inputs, members, pairs)
     orders = _pair(k_moments, v_moments, count)
     # [K][g]: the members' heads for each shared one, as the moments count them.
@@ -181,8 +183,11 @@ def _invertible(members: list[Member]) -> list[Member]:
 def share_bytes(members: int, kv_heads: int, size: int, head_dim: int) -> float:
     """Memory that `share` takes at its peak beside its arguments, with the eigenvectors' work
     arrays."""
-    rows, group = kv_heads * head_dim, members * head_dim
-    own, square, chosen = 8.0 * size * rows, 8.0 * group**2, 8.0 * kv_heads * group**2
+    rows = kv_heads * head_dim
+    group = members * head_dim
+    own = 8.0 * size * rows
+    square = 8.0 * group**2
+    chosen = 8.0 * kv_heads * group**2
     moments = 8.0 * (members * rows) ** 2 * (1 + 1 / head_dim)
     while_gathered = moments + 3 * own + 8.0 * rows**2
     while_chosen = moments + chosen + square
@@ -207,7 +212,8 @@ def _moments(
     """x' S x over all members' heads, with x' the conjugate transpose: of the keys for each pair,
     of the values for all entries of two heads."""
     count, _, head_dim = members[0].k.shape
-    size, half = len(members) * count, head_dim // 2
+    size = len(members) * count
+    half = head_dim // 2
     k_moments = np.empty((half, size, size), np.complex128)
     v_moments = np.empty((size, head_dim, size, head_dim))
     parts = [slice(first, first + count) for first in range(0, size, count)]
@@ -232,7 +238,8 @@ def _by_pair(keys: Float[Array, "K E H"], pairs: Int[Array, "2 H_half"]) -> Comp
     """Contiguous, for matrix products, and without temporary arrays."""
     found = np.empty((pairs.shape[1], *keys.shape[:2]), np.complex128)
     for pair, (a, b) in zip(found, pairs.T, strict=True):
-        pair.real, pair.imag = keys[..., a], keys[..., b]
+        pair.real = keys[..., a]
+        pair.imag = keys[..., b]
     return found
 
 
@@ -280,7 +287,8 @@ def _share_values(
     energies, vectors = np.linalg.eigh(moments)
     top = vectors[..., -head_dim:]
     scale = _root_or_one(energies[..., -head_dim:].mean(-1))[:, None, None]
-    shared, mix = np.zeros((len(moments), *members[0].v.shape[1:])), []
+    shared = np.zeros((len(moments), *members[0].v.shape[1:]))
+    mix = []
     for member, order, block in zip(
         members, orders, np.split(top, len(members), axis=-2), strict=True
     ):
@@ -304,7 +312,8 @@ def _kept(part: Array, whole: Array) -> float:
 
 def _block(moments: Float[Array, "M H M H"], heads: Array) -> Float[Array, "nH nH"]:
     """The second moments of some heads."""
-    count, head_dim = len(heads), moments.shape[-1]
+    count = len(heads)
+    head_dim = moments.shape[-1]
     block = np.empty((count, head_dim, count, head_dim))
     for (i, a), (j, b) in itertools.product(enumerate(heads), repeat=2):
         block[i, :, j] = moments[a, :, b]
@@ -324,7 +333,8 @@ def _pair(k_moments: Array, v_moments: Array, count: int) -> list[tuple[int, ...
         gain = np.zeros((count, count))
         for a, b in itertools.product(range(count), range(count)):
             heads = np.array([*sets[a], first + b])
-            k, v = k_moments[:, heads[:, None], heads], _block(v_moments, heads)
+            k = k_moments[:, heads[:, None], heads]
+            v = _block(v_moments, heads)
             gain[a, b] = np.linalg.eigvalsh(k)[:, -1].sum() / k_energy
             gain[a, b] += np.linalg.eigvalsh(v)[-head_dim:].sum() / v_energy
         order = scipy.optimize.linear_sum_assignment(gain, maximize=True)[1].tolist()

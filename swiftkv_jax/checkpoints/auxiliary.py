@@ -54,7 +54,8 @@ def read_auxiliary_files(path: Path) -> tuple[Config, AuxiliaryFiles, tuple[int,
     hf_config = read_json(path / "config.json", ConfigError)
     try:
         if is_wrapped(hf_config):
-            kind, hf_config = hf_config["model_type"], text_fields(hf_config)
+            kind = hf_config["model_type"]
+            hf_config = text_fields(hf_config)
             _warn_of_images(path, kind)
         config = config_from_hf(hf_config)
     except ConfigError as error:

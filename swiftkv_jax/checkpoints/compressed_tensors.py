@@ -38,8 +38,10 @@ SCALE_SUFFIX = "_scale"
 # Bookkeeping: how the scales were found, by whom, and how much smaller the file became.
 _IRRELEVANT = frozenset({"observer", "observer_kwargs", "version", "global_compression_ratio"})
 
-_PACKED, _MXFP4 = "pack-quantized", "mxfp4-pack-quantized"
-_FLOAT, _INT = ("float", 8, True), ("int", 8, True)
+_PACKED = "pack-quantized"
+_MXFP4 = "mxfp4-pack-quantized"
+_FLOAT = ("float", 8, True)
+_INT = ("int", 8, True)
 # Format -> the (type, bits, symmetric) that it may have.
 _STORED = {
     "float-quantized": (_FLOAT,),
@@ -126,7 +128,8 @@ def _group(where: str, group: Any, stored: str) -> tuple[tuple[str, ...], Weight
     stored = group.get("format") or stored
     if stored not in _STORED:
         raise ConfigError(f"{where}.format={shown(stored)} must be {', '.join(_STORED)}")
-    of_weights, of_activations = _WEIGHTS, _ACTIVATIONS
+    of_weights = _WEIGHTS
+    of_activations = _ACTIVATIONS
     if stored == _MXFP4:
         of_weights = _WEIGHTS | _BYTES | {"strategy": ("group",)}
         of_activations = _ACTIVATIONS | _BYTES | {"num_bits": (4, 8)}
@@ -161,7 +164,8 @@ def _group(where: str, group: Any, stored: str) -> tuple[tuple[str, ...], Weight
 
 def _block(where: str, weights: Fields, stored: str) -> tuple[int, int]:
     """`WeightFormat.block`."""
-    strategy, size = weights["strategy"], weights.get("group_size")
+    strategy = weights["strategy"]
+    size = weights.get("group_size")
     structure = weights.get("block_structure")
     if strategy != "block" and structure is not None:
         raise ConfigError(f"{where}.block_structure={shown(structure)} is not for {strategy!r}")

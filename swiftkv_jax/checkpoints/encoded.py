@@ -57,7 +57,8 @@ class EncodedMatrix:
         for first in range(rows.start // row_step * row_step, stop_row, step):
             stop = min(first + step, stop_row)
             values = self._decode(slice(first, stop), slice(first_column, stop_column))
-            begin, end = max(first, rows.start), min(stop, rows.stop)
+            begin = max(first, rows.start)
+            end = min(stop, rows.stop)
             with np.errstate(over="ignore"):
                 out[begin - rows.start : end - rows.start] = values[
                     begin - first : end - first,
@@ -66,7 +67,8 @@ class EncodedMatrix:
 
     def _decode(self, rows: slice, columns: slice) -> np.ndarray:
         """Values of outputs and inputs that are aligned to the format, float32."""
-        parts, format = _parts(self.format, self.tensors), self.format
+        parts = _parts(self.format, self.tensors)
+        format = self.format
         arrays = {name: self._read(name, part, rows, columns) for name, part in parts.items()}
         group_size = format.block[1]
         if format.layout == "scaled":

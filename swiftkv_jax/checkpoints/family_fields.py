@@ -200,7 +200,8 @@ def read_phi3(hf: Fields) -> dict[str, Any]:
 
 def write_phi3(config: Config) -> dict[str, Any]:
     (rope,) = config.ropes
-    scaling, longest = rope.scaling, config.max_position_embeddings
+    scaling = rope.scaling
+    longest = config.max_position_embeddings
     fields = write_window(config) | {"original_max_position_embeddings": longest}
     if scaling is None or scaling.rope_type != "longrope":
         return fields

@@ -37,7 +37,8 @@ class Architecture:
 
 def architecture_of(file: GgufFile) -> tuple[str, Architecture]:
     """The architecture, and its name. Raises `ConfigError` unless it is one of `ARCHITECTURES`."""
-    name, kind = file.metadata.get("general.architecture"), file.metadata.get("general.type")
+    name = file.metadata.get("general.architecture")
+    kind = file.metadata.get("general.type")
     if kind not in (None, "model"):
         raise ConfigError(
             f"general.type={shown(kind)}: not a model; give the GGUF file of the model itself"
@@ -151,7 +152,8 @@ def _olmo2(found: Metadata) -> dict[str, Any]:
 def _gemma(found: Metadata, largest: int) -> dict[str, Any]:
     """Fields of Gemma 2 and 3. The largest model, which has `largest` layers, scales its scores by
     the hidden size over the number of heads; all others by the width of a head."""
-    heads, width = found.integer("attention.head_count"), found.integer("embedding_length")
+    heads = found.integer("attention.head_count")
+    width = found.integer("embedding_length")
     head_dim = found.integer("attention.key_length", width // heads)
     layers = found.integer("block_count")
     return {

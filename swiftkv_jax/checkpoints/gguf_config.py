@@ -19,7 +19,8 @@ from .hf_rope import longrope_attention
 from .hf_values import shown
 
 _ROPE_FREQS = "rope_freqs.weight"
-_LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+_LONG = "rope_factors_long.weight"
+_SHORT = "rope_factors_short.weight"
 ROPE_TENSORS = frozenset({_ROPE_FREQS, _LONG, _SHORT})
 """Tensors that say how positions rotate, and are no weights."""
 
@@ -116,7 +117,8 @@ def removal(key: str) -> str:
 
 
 def common_fields(found: Metadata) -> dict[str, Any]:
-    embedding, heads = found.tensors.get("token_embd.weight"), found.integer("attention.head_count")
+    embedding = found.tensors.get("token_embd.weight")
+    heads = found.integer("attention.head_count")
     if embedding is None:
         raise ConfigError("missing: token_embd.weight")
     width = found.integer("embedding_length")
@@ -195,7 +197,9 @@ def _llama3(found: Metadata) -> dict[str, Any]:
     parameters, which are the same in every published model. Raises `ConfigError` if the divisors
     are of others."""
     divisors = found.tensors[_ROPE_FREQS].whole()
-    low, high, original = 1.0, 4.0, 8192
+    low = 1.0
+    high = 4.0
+    original = 8192
     dims = 2 * len(divisors)
     theta = found.get("rope.freq_base", 10_000.0)
     frequencies = 1.0 / theta ** (np.arange(0, dims, 2, dtype=np.float64) / dims)

@@ -23,7 +23,8 @@ from ..errors import CheckpointError
 from .foreign import check_no_pointer
 from .interleaved import Interleaved, split_pairs
 
-_MAGIC, _VERSIONS = b"GGUF", (2, 3)
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
 _ALIGNMENT = "general.alignment"
 _KINDS = ("general.architecture", "general.type")
 _NUMBERS = dict(enumerate("u1 i1 <u2 <i2 <u4 <i4 <f4 ?".split())) | {
@@ -32,7 +33,8 @@ _NUMBERS = dict(enumerate("u1 i1 <u2 <i2 <u4 <i4 <f4 ?".split())) | {
     12: "<f8",
 }
 """Type of a metadata value -> dtype."""
-_STRING, _ARRAY = 8, 9
+_STRING = 8
+_ARRAY = 9
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _WIDE = {"F16": "F16", "BF16": "BF16"}
 _CHUNK_ELEMENTS = 4 * 2**20
@@ -206,7 +208,8 @@ class _Header:
     """What stands before the values of a file."""
 
     def __init__(self, file: Path) -> None:
-        self.file, self.at = file, 0
+        self.file = file
+        self.at = 0
 
     def read(self) -> tuple[dict[str, Any], list[StoredBlocks]]:
         """The metadata, and the tensors in the order of the file."""
@@ -237,7 +240,8 @@ class _Header:
             raise CheckpointError(
                 f"{self.file}: version {version} of GGUF is not supported; supported: 2 and 3"
             )
-        num_tensors, num_keys = self._unpack("<Q"), self._unpack("<Q")
+        num_tensors = self._unpack("<Q")
+        num_keys = self._unpack("<Q")
         metadata: dict[str, Any] = {}
         for _ in range(num_keys):
             key = self._string("the name of a key")
@@ -252,7 +256,8 @@ class _Header:
         return metadata, [self._tensor(begin, *info) for info in infos]
 
     def _info(self) -> tuple[str, tuple[int, ...], int, int]:
-        name, axes = self._string("the name of a tensor"), self._unpack("<I")
+        name = self._string("the name of a tensor")
+        axes = self._unpack("<I")
         if axes > 4:
             self._fail(f"{name} has {axes} axes")
         sizes = [self._unpack("<Q") for _ in range(axes)]
@@ -298,7 +303,8 @@ class _Header:
             return self._numbers(_NUMBERS[kind], 1)[0].item()
         if kind != _ARRAY:
             self._fail(f"metadata of type {kind}")
-        kind, count = self._unpack("<I"), self._unpack("<Q")
+        kind = self._unpack("<I")
+        count = self._unpack("<Q")
         if kind == _STRING:
             return [self._string(key) for _ in range(count)]
         if kind not in _NUMBERS:

@@ -71,7 +71,8 @@ def _read(
     times, and building a tokenizer takes seconds."""
     file = read_gguf(path)
     try:
-        fields, eos_token_ids = hf_fields(file), end_tokens(file.metadata)
+        fields = hf_fields(file)
+        eos_token_ids = end_tokens(file.metadata)
         contents = tokenizer_files(file.metadata, fields["max_position_embeddings"], eos_token_ids)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None

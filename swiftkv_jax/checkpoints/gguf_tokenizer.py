@@ -20,9 +20,14 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 # tokenizer.ggml.token_type
-_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
+_UNKNOWN = 2
+_CONTROL = 3
+_USER_DEFINED = 4
+_UNUSED = 5
+_BYTE = 6
 _BPE = 2  # SentencePiece's trainer_spec.model_type
-_GGML, _TEMPLATE = "tokenizer.ggml.", "tokenizer.chat_template"
+_GGML = "tokenizer.ggml."
+_TEMPLATE = "tokenizer.chat_template"
 _NAMED = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -71,9 +76,13 @@ def tokenizer_files(
         raise ConfigError(f"{_GGML}tokens and {_GGML}token_type must be lists of equal length")
     if kind == "gpt2":
         pre = pre_tokenizer(_get(metadata, "pre"))
-        tokenizer, bos, eos = _byte_pairs(metadata, pre), pre.add_bos, False
+        tokenizer = _byte_pairs(metadata, pre)
+        bos = pre.add_bos
+        eos = False
     elif kind == "llama":
-        tokenizer, bos, eos = _sentence_pieces(metadata), True, False
+        tokenizer = _sentence_pieces(metadata)
+        bos = True
+        eos = False
     else:
         raise ConfigError(f"{_GGML}model={shown(kind)} is not supported; supported: gpt2, llama")
     named = {
@@ -138,7 +147,8 @@ def _id(metadata: Mapping[str, Any], key: str) -> int | None:
     default = None
     if _get(metadata, "model") == "llama":
         default = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}.get(key)
-    index, count = _get(metadata, key, default), len(_get(metadata, "tokens", []))
+    index = _get(metadata, key, default)
+    count = len(_get(metadata, "tokens", []))
     return index if type(index) is int and 0 <= index < count else None
 
 
@@ -196,7 +206,8 @@ def _put_around(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
     before = [settings["bos_token"]] if settings["add_bos_token"] else []
     after = [settings["eos_token"]] if settings["add_eos_token"] else []
     if before or after:
-        one, other = [*before, "$A", *after], [*before, "$B:1", *after]
+        one = [*before, "$A", *after]
+        other = [*before, "$B:1", *after]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=one,
             pair=one + other,
@@ -242,7 +253,9 @@ def _byte_pairs(metadata: Mapping[str, Any], pre: PreTokenizer) -> Tokenizer:
 
 
 def _sentence_pieces(metadata: Mapping[str, Any]) -> Tokenizer:
-    tokens, scores, types = _get(metadata, "tokens"), _get(metadata, "scores"), _types(metadata)
+    tokens = _get(metadata, "tokens")
+    scores = _get(metadata, "scores")
+    types = _types(metadata)
     if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
         raise ConfigError(f"{_GGML}scores must have a number for each token")
     pieces = [  # the text of the unknown token is that token, as in llama.cpp

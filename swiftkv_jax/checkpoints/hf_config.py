@@ -18,7 +18,9 @@ from .hf_values import MAX_NUMBER, check_integer, shown, unknown_field
 from .quantization_config import read_quantization_config
 from .wrapped import WRAPPED, is_wrapped, text_fields
 
-SWIFTKV, SHARED_BASIS, EXTENDED = "_swiftkv", "_swiftkv_shared_basis", "_swiftkv_extended"
+SWIFTKV = "_swiftkv"
+SHARED_BASIS = "_swiftkv_shared_basis"
+EXTENDED = "_swiftkv_extended"
 """What the model type of a student ends with; the second where it has `SwiftKV.mix`, the third
 where it has prompt attention layers or taps: types that the authors' classes do not know, because
 they would load the model and leave those out."""
@@ -166,7 +168,8 @@ def config_from_hf(hf: Mapping[str, Any]) -> Config:
     check_spellings(hf)
     stated = {key: value for key, value in hf.items() if value is not None or key in _NULLABLE}
     hf = {**family.defaults, **stated}
-    heads, width = hf["num_attention_heads"], hf["hidden_size"]
+    heads = hf["num_attention_heads"]
+    width = hf["hidden_size"]
     if hf.get("head_dim") is None and width % heads:
         raise ConfigError(
             f"hidden_size={width} must be a multiple of num_attention_heads={heads}, or head_dim "
@@ -232,9 +235,11 @@ def config_to_hf(config: Config) -> dict[str, Any]:
     Raises `ConfigError` for a config with options that its family's files cannot state.
     """
     fields = _fields_of(config)
-    again, lost = config_from_hf(fields), []
+    again = config_from_hf(fields)
+    lost = []
     for field in dataclasses.fields(Config):
-        one, other = getattr(config, field.name), getattr(again, field.name)
+        one = getattr(config, field.name)
+        other = getattr(again, field.name)
         close = isinstance(one, float) and isinstance(other, float) and math.isclose(one, other)
         if one != other and not close and field.name != "family":
             lost.append(f"{field.name}={shown(one)}")

@@ -33,7 +33,8 @@ def read_kind(hf: Fields, rope, sliding: bool, *, keep: bool = False) -> LayerKi
 
 def read_layer_types(hf: Fields, sliding: Callable[[int], bool]) -> list[bool]:
     """Whether each layer has the window: as `layer_types` says, or else as `sliding`."""
-    count, types = hf["num_hidden_layers"], hf.get("layer_types")
+    count = hf["num_hidden_layers"]
+    types = hf.get("layer_types")
     if types is None:
         return [sliding(layer) for layer in range(count)]
     if len(types) != count or any(kind not in LAYER_TYPES for kind in types):
@@ -60,7 +61,8 @@ def one_kind(hf: Fields, *, partial: bool = False) -> tuple[LayerKind, ...]:
 def windows_above(hf: Fields) -> tuple[LayerKind, ...]:
     """Qwen's: a window, if it is switched on, in the layers from `max_window_layers` on."""
     rope = rope_from_hf(hf, default_theta=hf["rope_theta"])
-    on, first = hf.get("use_sliding_window"), hf["max_window_layers"]
+    on = hf.get("use_sliding_window")
+    first = hf["max_window_layers"]
     if not on:
         hf = {**hf, "sliding_window": None}
     windowed = bool(on) and hf.get("sliding_window") is not None
@@ -71,7 +73,8 @@ def windows_above(hf: Fields) -> tuple[LayerKind, ...]:
 def some_unrotated(hf: Fields) -> tuple[LayerKind, ...]:
     """SmolLM3's: layers whose entry of `no_rope_layers` is 0 rotate nothing."""
     rope = rope_from_hf(hf, default_theta=hf["rope_theta"])
-    count, every = hf["num_hidden_layers"], hf["no_rope_layer_interval"]
+    count = hf["num_hidden_layers"]
+    every = hf["no_rope_layer_interval"]
     rotated = hf.get("no_rope_layers")
     if rotated is None:
         rotated = [int((layer + 1) % every != 0) for layer in range(count)]

@@ -52,7 +52,8 @@ _INERT = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 # Scales of a quantised KV cache, as vLLM and compressed-tensors name them.
 _CACHE_SCALE = re.compile(r"\.([kv]_scale|kv_scale|[kv]_proj\.output_scale)$")
 _CODES: dict[Format, str] = {"fp8": "F8_E4M3", "int8": "I8"}
-_HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+_EMBED = "model.embed_tokens.weight"
 
 
 def load_hf(
@@ -100,7 +101,8 @@ def load_delta(path: str | os.PathLike[str], base: Model) -> Model:
     cut = dataclasses.replace(
         base, config=config, llama=split_layers(config, base.llama), swiftkv=None
     )
-    opened, where = open_delta(path, source.from_model(cut)), source.shardings(config, None)
+    opened = open_delta(path, source.from_model(cut))
+    where = source.shardings(config, None)
     delta = {
         leaf.name: opened.read(leaf, np.dtype(base.dtype), where[leaf.name])
         for leaf in opened.leaves
@@ -126,7 +128,8 @@ def open_delta(path: str | os.PathLike[str], base: Source) -> Source:
     stored, metadata = _read_weights(path)
     if metadata.get(FORMAT) != DELTA:
         raise CheckpointError(f"{path}: holds a whole model, not a delta; load it by itself")
-    found, actual = metadata.get(BASE_DIGEST), base_model_digest(base)
+    found = metadata.get(BASE_DIGEST)
+    actual = base_model_digest(base)
     if found != actual:
         raise CheckpointError(
             f"{path}: was trained for another base model (digest {found}, this one has {actual})"
@@ -149,7 +152,8 @@ def open_hf(path: str | os.PathLike[str], config: Config | None = None) -> Sourc
             f"model that they were made from, or one in another format"
         )
     stored, metadata = _read_weights(path)
-    names, whole = BY_ITSELF, read_json(path / "config.json")
+    names = BY_ITSELF
+    whole = read_json(path / "config.json")
     if is_wrapped(whole):
         stored = [tensor for tensor in stored if not is_vision(tensor.name)]
         names = tensor_names([tensor.name for tensor in stored])
@@ -214,7 +218,8 @@ def _present(
 ) -> tuple[MappedLeaf, ...]:
     """The leaves to expect: all of them, or without the teacher's upper q, k, v where the files
     hold none of those."""
-    expected, found = leaves(config, quantization=format), {tensor.name for tensor in stored}
+    expected = leaves(config, quantization=format)
+    found = {tensor.name for tensor in stored}
     teacher = {name for leaf in expected if leaf.is_teacher_qkv for name in leaf.tensors}
     dropped = bool(teacher) and found.isdisjoint(teacher)
     return tuple(leaf for leaf in expected if not (dropped and leaf.is_teacher_qkv))
@@ -339,7 +344,8 @@ def _match(
 
 
 def _check_tied_head(path: Path, config: Config, tensors: Mapping[str, Tensor]) -> None:
-    head, embed = tensors.get(_HEAD), tensors.get(_EMBED)
+    head = tensors.get(_HEAD)
+    embed = tensors.get(_EMBED)
     if (
         config.tie_word_embeddings
         and isinstance(head, Stored)

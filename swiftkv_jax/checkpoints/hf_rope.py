@@ -241,7 +241,8 @@ def _resolved(
         raise ConfigError(f"{field}: rope_type={kind!r} needs {name}")
     if check_integer(name, original) <= 1:
         raise ConfigError(f"{name}={original!r} must be above 1")
-    factor, attention = fields.get("factor"), fields.get("attention_factor")
+    factor = fields.get("factor")
+    attention = fields.get("attention_factor")
     if kind == "longrope":
         if attention is None:
             attention = longrope_attention(longest, original, factor)
@@ -254,12 +255,14 @@ def _resolved(
     if factor is None:
         factor = (original if longest is None else longest) / original
     if attention is None:
-        scale, scale_all = fields.get("mscale"), fields.get("mscale_all_dim")
+        scale = fields.get("mscale")
+        scale_all = fields.get("mscale_all_dim")
         if scale and scale_all:
             attention = _mscale(factor, scale) / _mscale(factor, scale_all)
         else:
             attention = _mscale(factor, 1.0)
-    fast, slow = fields.get("beta_fast"), fields.get("beta_slow")
+    fast = fields.get("beta_fast")
+    slow = fields.get("beta_slow")
     return {
         "factor": factor,
         "original_max_position_embeddings": original,

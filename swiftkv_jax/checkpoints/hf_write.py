@@ -34,9 +34,12 @@ from .source import Source, from_model, parse_dtype
 from .tensor_map import MappedLeaf
 
 Format = Literal["full", "delta", "expanded"]
-INDEX, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
 # Keys of the safetensors metadata.
-FORMAT, DELTA, BASE_DIGEST = "swiftkv_format", "delta", "base_model_digest"
+FORMAT = "swiftkv_format"
+DELTA = "delta"
+BASE_DIGEST = "base_model_digest"
 SHARD_BYTES = 4_000_000_000
 
 
@@ -228,12 +231,14 @@ def _values(
 ) -> Iterator[np.ndarray]:
     """The values of the tensors on the host. Each leaf is read once and let go before the next."""
     where = source.shardings(None)
-    arrays, current = [], ()
+    arrays = []
+    current = ()
     for tensor in tensors:
         if tensor.leaves is not current:
             for leaf in current:
                 progress(leaf)
-            arrays, current = [], tensor.leaves
+            arrays = []
+            current = tensor.leaves
             arrays = [source.read(leaf, dtype, where[leaf.name]) for leaf in current]
         parts = [
             _in_tensors_order(leaf, to_host(array, *tensor.index).reshape(leaf.tensor_shape))

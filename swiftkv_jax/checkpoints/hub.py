@@ -77,7 +77,8 @@ def local_path(
         return Path(model)
     found = _NAME.fullmatch(model)
     assert found is not None
-    name, file = found["repository"], found["file"]
+    name = found["repository"]
+    file = found["file"]
     try:
         return _fetch(name, file, revision, weights=weights)
     except CheckpointError:

@@ -23,7 +23,8 @@ def reason_of_failure(name: str, revision: str | None, error: BaseException) -> 
     """Why a download failed and what helps; None for an error that is none of the download's."""
     from huggingface_hub import constants, errors, get_token
 
-    hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
+    hub = constants.ENDPOINT
+    cache = constants.HF_HUB_CACHE
     causes = tuple(_causes(error))
     answers = [each for each in causes if isinstance(each, errors.HfHubHTTPError)]
     status = answers[0].response.status_code if answers else None

@@ -32,7 +32,8 @@ def split_pairs(rows: np.ndarray, order: Interleaved) -> None:
 
 def join_pairs(rows: np.ndarray, order: Interleaved) -> np.ndarray:
     """The inverse of `split_pairs`, as a new array."""
-    joined, half = np.array(rows, order="C"), order.rotated // 2
+    joined = np.array(rows, order="C")
+    half = order.rotated // 2
     for head, source in zip(_heads(joined, order), _heads(rows, order), strict=True):
         head[0 : order.rotated : 2] = source[:half]
         head[1 : order.rotated : 2] = source[half : order.rotated]

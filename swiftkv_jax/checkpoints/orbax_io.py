@@ -41,7 +41,8 @@ from .orbax_calls import quiet_orbax, try_orbax
 from .source import Quantization, Source
 from .tensor_map import MappedLeaf, check_no_problems, leaves
 
-MANIFEST, WEIGHTS = "manifest.json", "weights"
+MANIFEST = "manifest.json"
+WEIGHTS = "weights"
 VERSION = 1
 # Bounds what Orbax and the file system hold besides the leaf itself.
 _CHUNK_BYTES = 16 * 2**20
@@ -72,7 +73,8 @@ def write_orbax(
     """Write a source, leaf by leaf, read onto `mesh`; `progress` is called after each. `dtype` None
     keeps each leaf's own."""
     check_free(path)
-    wanted, where = source.parse_dtype(dtype), opened.shardings(mesh)
+    wanted = source.parse_dtype(dtype)
+    where = opened.shardings(mesh)
     # Around the folder too: after an error Orbax's threads still write while it is removed.
     with quiet_orbax(), new_directory(path) as partial:
         manifest = {}

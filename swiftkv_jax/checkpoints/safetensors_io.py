@@ -96,7 +96,8 @@ def read_into(out: np.ndarray, tensor: Stored, index: tuple[slice, ...]) -> None
     Raises `CheckpointError` if the file cannot be read, or if the slice is the whole tensor and its
     checksum is wrong.
     """
-    first, stop = index[0].start, index[0].stop
+    first = index[0].start
+    stop = index[0].stop
     whole = all(
         part.stop - part.start == size for part, size in zip(index, tensor.shape, strict=True)
     )

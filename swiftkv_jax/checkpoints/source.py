@@ -179,7 +179,8 @@ def _dequantized(
 ) -> Iterator[tuple[str, jax.Array]]:
     """Leaf name -> array, each matrix computed from its two parts."""
     assert source.quantization is not None
-    scheme, by_name = Scheme(source.quantization), {leaf.name: leaf for leaf in source.leaves}
+    scheme = Scheme(source.quantization)
+    by_name = {leaf.name: leaf for leaf in source.leaves}
     where = shardings(source.config, mesh) | source.shardings(mesh)
     for leaf in source.leaves:
         if leaf.part is None:
@@ -259,7 +260,8 @@ class OtherSplit:
         if not leaf.stacked:
             return self.stored.read(leaf, dtype, sharding)
         stacks = [self.stored.read(part, dtype, sharding) for part in self.parts(leaf)]
-        layers, lower = jnp.concatenate(stacks), leaf.name.startswith("lower")
+        layers = jnp.concatenate(stacks)
+        lower = leaf.name.startswith("lower")
         mine = layers[: self.num_lower_layers] if lower else layers[self.num_lower_layers :]
         return jax.device_put(mine, sharding)
 

@@ -42,7 +42,8 @@ class ModelFile:
     @property
     def named(self) -> dict[str, str]:
         """`bos_token`, `eos_token` and `unk_token`, as far as the model has them."""
-        spec, count = self.proto.trainer_spec, len(self.proto.pieces)
+        spec = self.proto.trainer_spec
+        count = len(self.proto.pieces)
         ids = {"bos_token": spec.bos_id, "eos_token": spec.eos_id, "unk_token": spec.unk_id}
         return {name: self.proto.pieces[i].piece for name, i in ids.items() if 0 <= i < count}
 
@@ -87,7 +88,8 @@ class ModelFile:
         """The model of the package tokenizers: byte pairs or a unigram model."""
         from tokenizers import models
 
-        spec, pieces = self.proto.trainer_spec, self.proto.pieces
+        spec = self.proto.trainer_spec
+        pieces = self.proto.pieces
         if spec.model_type == _UNIGRAM:
             scored = [(piece.piece, piece.score) for piece in pieces]
             return models.Unigram(scored, spec.unk_id, spec.byte_fallback)

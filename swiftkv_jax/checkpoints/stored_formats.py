@@ -132,7 +132,8 @@ def _scaled_steps(
     integers: np.ndarray, zeros: np.ndarray, scales: np.ndarray, group_size: int
 ) -> np.ndarray:
     """(integers - zeros) · scales of [O, I] and twice [O, groups], float32 [O, I]."""
-    block, shape = (1, group_size), integers.shape
+    block = (1, group_size)
+    shape = integers.shape
     values = integers.astype(np.float32, order="C")
     values -= _repeat(zeros, block, shape)
     values *= _repeat(scales, block, shape)
@@ -141,7 +142,8 @@ def _scaled_steps(
 
 def _unpack(words: np.ndarray, bits: int) -> np.ndarray:
     """The integers in int32 words [A, B], uint8 [A, B * 32 / bits]."""
-    unsigned, mask = np.ascontiguousarray(words).view(np.uint32), 2**bits - 1
+    unsigned = np.ascontiguousarray(words).view(np.uint32)
+    mask = 2**bits - 1
     shifted = [(unsigned >> shift & mask).astype(np.uint8) for shift in range(0, 32, bits)]
     return np.stack(shifted, axis=2).reshape(len(words), -1)
 

@@ -111,7 +111,8 @@ class MappedLeaf:
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """Shape of each tensor in the checkpoint."""
-        shape, axis = self.shape[self.tensor_axes :], self.head_axis
+        shape = self.shape[self.tensor_axes :]
+        axis = self.head_axis
         if axis is not None:
             shape = (*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
         return (*shape, 1) if self.part == SCALE else shape

@@ -52,14 +52,16 @@ class TensorReader:
         part the checksum is verified once, and of a head always the whole is read."""
         if leaf.head_axis is not None:
             axis = leaf.tensor_axes + leaf.head_axis + 1
-            head, part = range(leaf.shape[axis]), ranges[axis]
+            head = range(leaf.shape[axis])
+            part = ranges[axis]
             if part != head:
                 whole = self._read_ranges(
                     leaf, (*ranges[:axis], head, *ranges[axis + 1 :]), dtype, verified
                 )
                 return whole[(slice(None),) * axis + (slice(part.start, part.stop),)]
         out = _empty(leaf, tuple(len(part) for part in ranges), dtype)
-        of_tensors, within = ranges[: leaf.tensor_axes], ranges[leaf.tensor_axes :]
+        of_tensors = ranges[: leaf.tensor_axes]
+        within = ranges[leaf.tensor_axes :]
         index = _within_tensor(leaf, _merge_heads(leaf, within))
         for entry in np.ndindex(*map(len, of_tensors)):
             name = leaf.tensor_at([part[i] for part, i in zip(of_tensors, entry, strict=True)])
@@ -117,7 +119,8 @@ def _within_tensor(leaf: MappedLeaf, slices: tuple[slice, ...]) -> tuple[slice, 
     """`slices` of the leaf's part of a tensor, counted from where the tensor begins."""
     if leaf.rows is None:
         return slices
-    first, rest = leaf.rows[0], slices[1:]
+    first = leaf.rows[0]
+    rest = slices[1:]
     return (slice(slices[0].start + first, slices[0].stop + first), *rest)
 
 

@@ -50,7 +50,8 @@ def read_tokenizer(path: Path, contents: Mapping[str, bytes], hf_config: Mapping
             settings |= _named_by_ids(hf_config, known)
     else:
         model = read_model_file(path / "tokenizer.model", contents["tokenizer.model"])
-        source, known = {"tokenizer_object": _built(model, settings)}, model.added
+        source = {"tokenizer_object": _built(model, settings)}
+        known = model.added
         settings = model.named | settings
         if flags["add_bos_token"] is None and (llama or "tokenizer_class" not in settings):
             flags["add_bos_token"] = True
@@ -190,7 +191,8 @@ def _obey_flags(tokenizer: Any, bos: bool | None, eos: bool | None, *, exact: bo
 
     backend: Tokenizer = tokenizer.backend_tokenizer
     stored = ids_around(backend)
-    first, last = tokenizer.bos_token_id, tokenizer.eos_token_id
+    first = tokenizer.bos_token_id
+    last = tokenizer.eos_token_id
     before = _with(bos, first, stored[0], 0, exact)
     after = _with(eos, last, stored[1], len(stored[1]), exact)
     if (before, after) == stored:

@@ -78,7 +78,8 @@ def open_run(
             f"`step`={step}: no checkpoint of that step in {path / FOLDER}; {_there(path)}"
         )
     state = path / FOLDER / str(step)
-    metadata, delta_dtype = read_metadata(state), opened.dtypes["embed"]
+    metadata = read_metadata(state)
+    delta_dtype = opened.dtypes["embed"]
     dtypes = {leaf.name: delta_dtype for leaf in _delta(opened.config)}
     checked = dataclasses.replace(opened, reader=CheckedBase(opened, metadata.fingerprint, path))
     return with_delta(checked, state, dtypes, DeltaReader(state, metadata))
@@ -189,7 +190,8 @@ class CheckedBase:
             for leaf in self.base.leaves
             if not leaf.is_delta
         )
-        found, expected = digest_all(frozen), self.fingerprint["base_model"]
+        found = digest_all(frozen)
+        expected = self.fingerprint["base_model"]
         if found != expected:
             raise CheckpointError(
                 f"{self.base.path}: not the weights that {self.run} was trained on (digest "

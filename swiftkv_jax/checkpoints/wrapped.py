@@ -62,7 +62,8 @@ _VISION_FIELDS = frozenset(
 )
 # Beside `text_config`: what goes before the same field there.
 _OVER = ("eos_token_id", "bos_token_id", "pad_token_id", "transformers_version")
-_TIE, _QUANTIZATION = "tie_word_embeddings", "quantization_config"
+_TIE = "tie_word_embeddings"
+_QUANTIZATION = "quantization_config"
 
 
 def is_wrapped(hf: Mapping[str, Any]) -> bool:
@@ -75,7 +76,8 @@ def text_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises `ConfigError` for fields beside `text_config` that could change the text model.
     """
-    wrapped, text = WRAPPED[hf["model_type"]], hf.get("text_config")
+    wrapped = WRAPPED[hf["model_type"]]
+    text = hf.get("text_config")
     known = IRRELEVANT | _VISION_FIELDS | {"text_config", _TIE, _QUANTIZATION}
     if unknown := [name for name in hf if name not in known]:
         raise unknown_field(unknown[0], hf[unknown[0]], where=" beside text_config")
@@ -119,7 +121,8 @@ def _tied(hf: Mapping[str, Any], text: Mapping[str, Any]) -> Any:
 
 # Tensors ----------------------------------------------------------------------
 
-_MODEL, _HEAD = "model.", "lm_head"
+_MODEL = "model."
+_HEAD = "lm_head"
 _VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 
 
@@ -153,7 +156,8 @@ _IN_MODULES = TensorNames("model.language_model.", "lm_head")
 
 def tensor_names(found: list[str]) -> TensorNames:
     """How the files of a model that `is_wrapped` name its tensors, of which they have `found`."""
-    one, other = _IN_FILES, _IN_MODULES
+    one = _IN_FILES
+    other = _IN_MODULES
     counts = [sum(name.startswith(names.model) for name in found) for names in (one, other)]
     if counts[1] > counts[0]:
         one, other = other, one

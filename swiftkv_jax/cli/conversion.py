@@ -35,7 +35,8 @@ from ..model.quantization import SCALE
 from ..model.rope_config import Rope
 from ..process.files import check_free
 
-HUGGING_FACE, RUN = "Hugging Face", "training run"
+HUGGING_FACE = "Hugging Face"
+RUN = "training run"
 _EXTENSIONS = "prompt_attention_layers", "prompt_mlp_neurons", "boundary_taps", "exact_head"
 """Fields of `Config` that only extended checkpoints have."""
 
@@ -143,7 +144,8 @@ def _facts(opened: Source, kind: str) -> list[tuple[str, str]]:
     dtypes = sorted({opened.dtypes[leaf.name].name for leaf in opened.leaves if leaf.size})
     num_bytes = sum(_num_bytes(opened, leaf) for leaf in opened.leaves)
     dtype = opened.dtypes["embed"]
-    teacher, tied = bytes_per_token(config, dtype, swiftkv=False), config.tie_word_embeddings
+    teacher = bytes_per_token(config, dtype, swiftkv=False)
+    tied = config.tie_word_embeddings
     facts = [
         ("kind", kind),
         ("layers", f"{config.num_layers} of width {config.embed_dim}, {_mlp(config)}"),

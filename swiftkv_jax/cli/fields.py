@@ -89,7 +89,8 @@ def options_of(cls: type) -> dict[str, Option]:
     for field in dataclasses.fields(cls):
         if "flag" in field.metadata:
             missing = field.default is field.default_factory  # both are MISSING
-            kind, flag = _without_none(hints[field.name]), field.metadata["flag"]
+            kind = _without_none(hints[field.name])
+            flag = field.metadata["flag"]
             found[field.name] = Option(field.name, kind, field.default, missing, flag)
     return found
 
@@ -139,7 +140,8 @@ def given(cls: type, args: argparse.Namespace) -> dict[str, Any]:
 def check_minimums(options: Any) -> None:
     """Raise `UsageError` for a field below the `at_least` of its flag. None is accepted."""
     for name, option in options_of(type(options)).items():
-        value, least = getattr(options, name), option.flag.at_least
+        value = getattr(options, name)
+        least = option.flag.at_least
         if least is not None and value is not None and value < least:
             message = f"`{name}`={value}: must be at least {least}"
             raise UsageError(message, option=name, value=value, limit=least)
@@ -147,7 +149,8 @@ def check_minimums(options: Any) -> None:
 
 def _how(option: Option) -> dict[str, Any]:
     """The arguments of `add_argument` that follow from the type."""
-    flag, kind = option.flag, option.type
+    flag = option.flag
+    kind = option.type
     if kind is bool:
         if option.default and not option.names[0].startswith("--no-"):
             return {"action": argparse.BooleanOptionalAction}

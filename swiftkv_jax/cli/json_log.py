@@ -17,13 +17,15 @@ class JSONStderr(io.TextIOBase):
     """Takes the place of `sys.stderr`."""
 
     def __init__(self, stream: TextIO):
-        self.stream, self._line = stream, ""
+        self.stream = stream
+        self._line = ""
 
     def write(self, text: str, /) -> int:
         """Text that ends with a line break is a message of one or more lines."""
         self._line += text
         if self._line.endswith("\n"):
-            line, self._line = self._line.strip("\n"), ""
+            line = self._line.strip("\n")
+            self._line = ""
             if line.strip():
                 self.write_object("info", {"message": line})
         return len(text)

@@ -37,7 +37,8 @@ class MessageHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            level, fields = record.levelname.lower(), json_log.fields_of(record)
+            level = record.levelname.lower()
+            fields = json_log.fields_of(record)
             write(with_flags(record.getMessage(), self.parser), level, fields)
         except Exception:
             self.handleError(record)
@@ -66,7 +67,8 @@ def own_log(parser: argparse.ArgumentParser | None) -> Iterator[None]:
     handler of the root logger would repeat it."""
     configure_logging(parser)
     logger = logging.getLogger(LOGGER)
-    before, logger.propagate = logger.propagate, False
+    before = logger.propagate
+    logger.propagate = False
     try:
         yield
     finally:

@@ -116,7 +116,8 @@ def _check_tokenizer(model: Model, path: Path) -> None:
     """
     if model.tokenizer is None:
         return
-    base, known = model.tokenizer.vocab_size, model.config.vocab_size
+    base = model.tokenizer.vocab_size
+    known = model.config.vocab_size
     if base > known:
         raise CheckpointError(
             f"{path}: the tokenizer has {base} tokens, the model {known}: these are files of "

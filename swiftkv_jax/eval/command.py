@@ -74,8 +74,10 @@ def task_sets(options: EvalOptions) -> tuple[TaskSet, ...]:
 
 
 def main(args: argparse.Namespace) -> int:
-    options, sides = EvalOptions(**given(EvalOptions, args)), Sides(**given(Sides, args))
-    engine_fields, sets = given(EngineOptions, args), task_sets(options)
+    options = EvalOptions(**given(EvalOptions, args))
+    sides = Sides(**given(Sides, args))
+    engine_fields = given(EngineOptions, args)
+    sets = task_sets(options)
     swiftkv = "auto" if sides.compare else sides.swiftkv
     model_options = dataclasses.replace(ModelOptions.from_args(args), swiftkv=swiftkv)
     EngineOptions(**engine_fields)  # mistakes end the run before tasks and weights are read
@@ -132,7 +134,8 @@ def measure(tasks: Tasks, engine: Engine, tokenizer: Any) -> Report:
     model = TextModel(engine, tokenizer, progress=is_main_process())
     tasks.check(model)
     report = tasks.run(model)
-    prefix, stats = engine.prefix_stats, engine.stats
+    prefix = engine.prefix_stats
+    stats = engine.stats
     logger.info(
         f"prompts: {stats.prompt_tokens} tokens, {prefix.hits / max(prefix.queries, 1):.0%} of "
         f"them found in the prefix cache; "

@@ -80,7 +80,8 @@ class Tasks:
         manager = harness("tasks").TaskManager
         if include_path is not None and not include_path.is_dir():
             raise UsageError(f"`include_path`={include_path}: is not a folder")
-        self.sets, self._limit = tuple(sets), limit
+        self.sets = tuple(sets)
+        self._limit = limit
         self._manager = manager(include_path=None if include_path is None else str(include_path))
         known = set(self._manager.all_tasks)
         if unknown := [name for one in self.sets for name in one.tasks if name not in known]:
@@ -103,7 +104,8 @@ class Tasks:
     def run(self, model: TextModel) -> dict[str, Any]:
         """Run all sets and return one report of the harness: `results`, `groups`, `group_subtasks`,
         `n-shot`, `versions`, `samples`, ..."""
-        lm, report = harness_model(model), dict[str, Any]()
+        lm = harness_model(model)
+        report = dict[str, Any]()
         for one in self.sets:
             found = harness("evaluator").simple_evaluate(
                 model=lm,

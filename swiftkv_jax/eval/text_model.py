@@ -43,7 +43,8 @@ class TextModel:
         tokenizer has no token to put before a text."""
         if tokenizer is None:
             raise UsageError("this checkpoint has no tokenizer: tasks are text")
-        self.engine, self.tokenizer = engine, tokenizer
+        self.engine = engine
+        self.tokenizer = tokenizer
         self.prefix_token_id = first_token(tokenizer)
         """Token that stands before a text without context."""
         self._special = {
@@ -96,7 +97,8 @@ class TextModel:
         which is not supported.
         """
         truncation = Truncation(self.engine.max_model_len)
-        texts, streams = [""] * len(requests), dict[int, TextStream]()
+        texts = [""] * len(requests)
+        streams = dict[int, TextStream]()
 
         def make() -> Iterator[Request]:
             for number, request in enumerate(requests):

@@ -89,7 +89,8 @@ def main(argv: list[str] | None = None) -> int:
             cli.USAGE,
         )
     words = next((n for n in (2, 1) if " ".join(argv[:n]) in COMMANDS), 0)
-    command, argv = " ".join(argv[:words]) or "generate", argv[words:]
+    command = " ".join(argv[:words]) or "generate"
+    argv = argv[words:]
     module = f".{COMMANDS[command].module}"
     return cli.run_command(parser(command), argv, module, __package__ or "")
 

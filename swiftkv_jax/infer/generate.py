@@ -121,7 +121,8 @@ def generate(
                 f"or a list of prompts"
             )
     tokenizer = _tokenizer(model) if text or params.stop else None
-    lengths, requests = [1], []
+    lengths = [1]
+    requests = []
     for number, prompt in enumerate(many):
         with _naming(None if one else number):
             token_ids = encode(tokenizer, prompt) if text else prompt

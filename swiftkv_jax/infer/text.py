@@ -56,10 +56,8 @@ def encode_pair(tokenizer: Any, context: str, continuation: str) -> tuple[list[i
         after = _encode(tokenizer, kept + context[len(kept) :] + continuation)[len(before) :]
         before = before or [first_token(tokenizer)]
     else:
-        before, after = (
-            [first_token(tokenizer)],
-            list(tokenizer(continuation, add_special_tokens=False)["input_ids"]),
-        )
+        before = [first_token(tokenizer)]
+        after = list(tokenizer(continuation, add_special_tokens=False)["input_ids"])
         if after[:1] == before:
             after = after[1:]
     if not after:
@@ -134,7 +132,8 @@ class Detokenizer:
         self._textless = textless_tokens(tokenizer)
         self._prompt = [t for t in prompt[-PROMPT_TOKENS:] if t not in self._textless]
         self._ids: list[int] = []
-        self._context, self._done = 0, 0
+        self._context = 0
+        self._done = 0
 
     def push(self, token: int) -> str:
         """The text that has become certain."""
@@ -150,10 +149,8 @@ class Detokenizer:
             return ""
         certain = len(self._ids) - 4
         before = self._decode(self._ids[self._context : self._done])
-        whole, part = (
-            self._decode(self._ids[self._context :]),
-            self._decode(self._ids[self._context : certain]),
-        )
+        whole = self._decode(self._ids[self._context :])
+        part = self._decode(self._ids[self._context : certain])
         return self._release(certain, part[len(before) :]) if whole.startswith(part) else ""
 
     def push_all(self, tokens: Sequence[int]) -> str:
@@ -183,7 +180,8 @@ class Detokenizer:
 
     def _release(self, upto: int, text: str) -> str:
         if text:
-            self._context, self._done = self._done, upto
+            self._context = self._done
+            self._done = upto
         return text
 
     def _pending(self) -> str:

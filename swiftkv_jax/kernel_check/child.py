@@ -22,7 +22,8 @@ from .comparison import verdict_on
 from .configurations import KernelConfig
 from .verdicts import DeviceVersion, Verdict, VerdictFile, table_row
 
-EXPLAINED, HUNG = 64, 65
+EXPLAINED = 64
+HUNG = 65
 """Exit codes: the last line on standard error is the reason; there is no time left."""
 START_SECONDS = 120.0
 GOES_ON = ("right", "wrong")
@@ -32,7 +33,8 @@ GOES_ON = ("right", "wrong")
 def main(device: Any = None, **options: Any) -> int:
     """Run what standard input names, on the default device. `device` is reported in place of the
     real one, `options` are those of `comparison.compare`."""
-    request, parent = json.load(sys.stdin), os.getppid()
+    request = json.load(sys.stdin)
+    parent = os.getppid()
     with _ended_after(START_SECONDS):
         try:
             version = _device_version(device)

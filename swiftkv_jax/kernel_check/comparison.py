@@ -38,13 +38,15 @@ def case_of(config: KernelConfig, positions: int = POSITIONS) -> Case:
     if config.op == "gradient" or config.page_size is None:
         if config.op == "decode":
             raise ValueError(f"{config}: only a cache of pages is checked")
-        third, padding = positions // 3, positions // 16
+        third = positions // 3
+        padding = positions // 16
         documents = (1, third, positions - padding - third - 1)
         rows = (Row(documents=documents if config.packed else ()),)
         queries = keys = positions
     elif config.op == "decode":
         # On TPUs blocks of two heads have up to 32 pages.
-        page, queries = config.page_size, 1
+        page = config.page_size
+        queries = 1
         keys = page * max(3, -(-4 * positions // page))
         lengths = (keys, 0, 1, page + 5, page, keys // 2 + 1, page + 1, keys - 1)
         rows = tuple(Row(length - 1) for length in lengths)
@@ -127,9 +129,11 @@ def verdict_on(config: KernelConfig, implementation: str, **options: Any) -> Ver
 def compare_experts(config: KernelConfig, implementation: Any, runs: int = RUNS) -> Comparison:
     """The same for products of blocks with the matrices of experts, up and down, stored both ways,
     in blocks of both sizes, of which the last has no rows."""
-    rng, dtype = np.random.default_rng(0), jnp.dtype(config.dtype)
+    rng = np.random.default_rng(0)
+    dtype = jnp.dtype(config.dtype)
     group = np.array([2, 0, 2, 3, 1], np.int32)
-    operands, expected = [], []
+    operands = []
+    expected = []
     for size, widths in itertools.product(
         (64, 128), ((config.embed_dim, config.mlp_dim), (config.mlp_dim, config.embed_dim))
     ):

@@ -165,7 +165,8 @@ def _experts(config: Config, dtype: Any) -> list[KernelConfig]:
     """The products of a mixture of experts; nothing for other models."""
     if not config.num_experts:
         return []
-    name, widths = jnp.dtype(dtype).name, (config.embed_dim, config.mlp_dim)
+    name = jnp.dtype(dtype).name
+    widths = (config.embed_dim, config.mlp_dim)
     return [KernelConfig("experts", 0, 0, name, name, embed_dim=widths[0], mlp_dim=widths[1])]
 
 
@@ -189,7 +190,8 @@ def _of(
 
 def _queries_per_kv_head(config: Config, mesh: Mesh | None) -> int:
     """Query heads for each key/value head on one device: fewer where several devices share one."""
-    heads, kv_heads = config.num_heads, config.num_kv_heads
+    heads = config.num_heads
+    kv_heads = config.num_kv_heads
     if mesh is not None and split_heads(mesh, heads, kv_heads)[1]:
         return heads // mesh.shape[MODEL]
     return heads // kv_heads

@@ -74,7 +74,8 @@ def check_in_children(
                 "every": every,
             }
             ended = _run(command, request, START_SECONDS + len(left) * (timeout + 60), show=every)
-            kept, before = file.read(), len(found)
+            kept = file.read()
+            before = len(found)
             found |= {config: kept[config] for config in left if config in kept}
             last = next(reversed(found), None)
             if last is not None and found[last].outcome == "begun":
@@ -119,7 +120,8 @@ def _run(
 
 def _how(ended: subprocess.CompletedProcess[str]) -> str:
     """How a process has ended, and the last line that it wrote."""
-    code, last = ended.returncode, _last_line(ended)
+    code = ended.returncode
+    last = _last_line(ended)
     how = f"with exit code {code}"
     if code < 0:
         try:

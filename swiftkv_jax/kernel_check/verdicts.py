@@ -192,7 +192,8 @@ def table_row(kernels: str, config: KernelConfig, verdict: Verdict) -> str:
 @functools.cache
 def kernels_digest() -> str:
     """The digest of all sources and tables of `pallas_kernels`, and of this package."""
-    here, digest = Path(__file__).parent, hashlib.sha256()
+    here = Path(__file__).parent
+    digest = hashlib.sha256()
     kernels = here.parent / "pallas_kernels"
     files = [*kernels.rglob("*.py"), *kernels.rglob("*.json"), *here.glob("*.py")]
     for path in sorted(files):

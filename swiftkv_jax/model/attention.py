@@ -229,7 +229,8 @@ def merge_attention(
     scores, which is -inf for an empty set. If both are empty, the result is zero."""
     largest = jnp.maximum(a_lse, b_lse)
     largest = jnp.where(largest == -jnp.inf, 0, largest)
-    a_weight, b_weight = jnp.exp(a_lse - largest)[..., None], jnp.exp(b_lse - largest)[..., None]
+    a_weight = jnp.exp(a_lse - largest)[..., None]
+    b_weight = jnp.exp(b_lse - largest)[..., None]
     total = jnp.maximum(a_weight + b_weight, jnp.finfo(jnp.float32).tiny)
     return ((a * a_weight + b * b_weight) / total).astype(a.dtype)
 
@@ -264,7 +265,9 @@ class _Split(NamedTuple):
     def of(mesh: Mesh, q, k, page_table) -> _Split:
         """The split of `q` B T N H and `k`. Raises `ValueError` if shards do not divide a pool and
         its rows."""
-        shards, batch, pages = dp_size(mesh), q.shape[0], k.shape[0]
+        shards = dp_size(mesh)
+        batch = q.shape[0]
+        pages = k.shape[0]
         if page_table is not None and (batch % shards or pages % shards):
             raise ValueError(
                 f"with a page_table, rows and pages must be multiples of the mesh's {shards} "

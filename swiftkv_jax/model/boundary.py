@@ -42,7 +42,8 @@ def boundary_kv(
     """Keys and values of every upper group as prompt tokens have them, from the hidden state that
     enters layer K: those of `Config.prompt_attention_layers` one after the other, then of all other
     groups at once. Keys are rotated."""
-    mesh, alone = attention.mesh, []
+    mesh = attention.mesh
+    alone = []
     for index in range(config.prompt_attention_layers):
         x, kv = run_prompt_layer(
             config, llama, delta, index, x, tables, segment_ids, attention=attention
@@ -81,12 +82,14 @@ def run_prompt_layer(
     """One of `Config.prompt_attention_layers`: (hidden state after it, its keys and values, B K T
     H). `mapped` False leaves out the map. With `Config.exact_head` the first token of a segment
     runs through the whole layer, with the teacher's keys and values."""
-    mesh, kind = attention.mesh, config.kind(config.num_lower_layers + index)
+    mesh = attention.mesh
+    kind = config.kind(config.num_lower_layers + index)
 
     def layer_of(stack):
         return all_gather_fsdp(mesh, jax.tree.map(lambda leaf: leaf[index], stack), layer=True)
 
-    block, qkv = layer_of(llama.upper), layer_of(prompt_projections(delta))
+    block = layer_of(llama.upper)
+    qkv = layer_of(prompt_projections(delta))
     rope = table_of(config, tables, kind)
     mix = None if delta.mix is None else all_gather_mix(mesh, delta.mix[index])
     read = packed_reader(config, attention, segment_ids, kind.window)
@@ -94,7 +97,8 @@ def run_prompt_layer(
     mlp = None if mlp is None else all_gather_prompt_mlp(mesh, mlp)
 
     def attend(q, k, v):
-        k, v = head_major(k), head_major(v)
+        k = head_major(k)
+        v = head_major(v)
         if config.shared_kv_heads is None:
             return read(q, k, v), (k, v)
         heads = jnp.asarray(config.shared_kv_heads[index])
@@ -146,7 +150,8 @@ def project_kv(
             before = previous_tokens(s, segment_ids)
             k = k + product("BTD,JKHD->BTJKH", before, delta.k_tap)
         if delta.k_bias is not None:
-            k, v = k + projected(delta.k_bias), v + projected(delta.v_bias)
+            k = k + projected(delta.k_bias)
+            v = v + projected(delta.v_bias)
         k = apply_rope(norm_heads(config, k, projected(delta.k_norm)), rope)
         return k.transpose(2, 0, 3, 1, 4), v.transpose(2, 0, 3, 1, 4)
 
@@ -172,7 +177,8 @@ def project_fused_kv(
             out = out.at[0].add(product("BTD,JKHD->BTJKH", before, k_tap))
         if bias is not None:
             out = out + bias[:, None, None]
-        k, v = apply_rope(norm_heads(config, out[0], k_norm), rope), out[1]
+        k = apply_rope(norm_heads(config, out[0], k_norm), rope)
+        v = out[1]
         return k.transpose(2, 0, 3, 1, 4), v.transpose(2, 0, 3, 1, 4)
 
 

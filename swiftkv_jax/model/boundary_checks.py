@@ -24,7 +24,8 @@ def check_boundary(config: Any) -> None:
     _check_neurons(config)
     if type(config.boundary_taps) is not int or config.boundary_taps not in (0, 1):
         raise ConfigError(f"boundary_taps={config.boundary_taps!r} must be 0 or 1")
-    left, alone = config.num_layers - config.first_projected_layer, config.prompt_attention_layers
+    left = config.num_layers - config.first_projected_layer
+    alone = config.prompt_attention_layers
     if config.key_value_group_size < 1 or left % config.key_value_group_size:
         raise ConfigError(
             f"key_value_group_size={config.key_value_group_size} must divide the {left} layers "

@@ -330,7 +330,8 @@ class Config:
     def kv_groups(self) -> tuple[range, ...]:
         """The upper layers by the cache that they share: each of the `prompt_attention_layers`
         alone, then `key_value_group_size` at a time."""
-        first, size = self.first_projected_layer, self.key_value_group_size
+        first = self.first_projected_layer
+        size = self.key_value_group_size
         alone = [range(layer, layer + 1) for layer in range(self.num_lower_layers, first)]
         return *alone, *(range(at, at + size) for at in range(first, self.num_layers, size))
 
@@ -346,7 +347,8 @@ class Config:
 
     def kv_group(self, layer: int) -> int:
         """The index in `kv_groups` of the group of an upper layer."""
-        upper, alone = layer - self.num_lower_layers, self.prompt_attention_layers
+        upper = layer - self.num_lower_layers
+        alone = self.prompt_attention_layers
         if upper < alone:
             return upper
         return alone + (upper - alone) // self.key_value_group_size
@@ -373,7 +375,9 @@ class Config:
             self.num_key_value_layers,
             self.key_value_group_size,
         )
-        alone, neurons, taps = prompt_attention_layers, prompt_mlp_neurons, boundary_taps
+        alone = prompt_attention_layers
+        neurons = prompt_mlp_neurons
+        taps = boundary_taps
         alone = (self.prompt_attention_layers if same else 0) if alone is None else alone
         taps = (self.boundary_taps if same else 0) if taps is None else taps
         same = same and alone == self.prompt_attention_layers

@@ -43,7 +43,8 @@ def choose_cut(
     group = key_value_group_size
     if group is None:
         group = config.key_value_group_size if layers == config.num_key_value_layers else 1
-    alone, neurons = prompt_attention_layers, prompt_mlp_neurons
+    alone = prompt_attention_layers
+    neurons = prompt_mlp_neurons
     try:
         return config.cut(
             layers,

@@ -117,7 +117,8 @@ def _by_rows(activate: Activate, inputs, x, expert, experts, per_token: int):
     of_row = jnp.minimum(expert[order], num_experts - 1)
 
     def product(x, weight):
-        values, dtype = _values(weight).astype(x.dtype), _dtype_of_sums(x, weight)
+        values = _values(weight).astype(x.dtype)
+        dtype = _dtype_of_sums(x, weight)
         out = grouped.rows_product(x, values, sizes, inputs, dtype)
         return _rescaled(out, weight, of_row, x.dtype)
 

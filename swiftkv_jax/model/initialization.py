@@ -71,7 +71,9 @@ def init_swiftkv(config: Config, llama: Llama, dtype=None, *, start: Start = "au
         count = config.prompt_mlp_neurons
         return copy(leaf[:first, :count]) if count else None
 
-    first, rows, mix = config.prompt_attention_layers, swiftkv_params(config), None
+    first = config.prompt_attention_layers
+    rows = swiftkv_params(config)
+    mix = None
     if rows.mix is not None:
         mix = jnp.broadcast_to(jnp.eye(config.head_dim, dtype=dtype), rows.mix.shape(config))
     return SwiftKV(

@@ -18,7 +18,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from ..errors import UsageError
 from .mesh_shape import MeshShape, parse_mesh
 
-DATA, FSDP, MODEL = "data", "fsdp", "model"
+DATA = "data"
+FSDP = "fsdp"
+MODEL = "model"
 
 
 def emulate_cpu_devices(count: int) -> bool:

@@ -74,7 +74,8 @@ def two_cache_attention(
     """
 
     def attend(shared_q, q, own_k, own_v):
-        head_dim, keep = q.shape[-1], own[:, None, :, None]
+        head_dim = q.shape[-1]
+        keep = own[:, None, :, None]
         shared_v = v if mix is None else jnp.einsum("KGH,BKTH->BKTG", mix, v)
         # Attention divides scores by the root of a head's size, which is twice the model's here.
         both_q = math.sqrt(2) * jnp.concatenate([shared_q, q], -1)

@@ -234,7 +234,8 @@ LLAMA_PARAMS = Llama(
 """The table of the frozen weights: a `Param` in the place of each leaf."""
 SWIFTKV_PARAMS = SwiftKV(**_rows(SwiftKV))
 """The table of the delta."""
-BLOCK_PARAMS, QKV_PARAMS = Block(**_rows(Block)), QKV(**_rows(QKV))
+BLOCK_PARAMS = Block(**_rows(Block))
+QKV_PARAMS = QKV(**_rows(QKV))
 """The tables of one stack of layers, whose first axis is `?`."""
 _TABLES: dict[type, Any] = {
     Llama: LLAMA_PARAMS,

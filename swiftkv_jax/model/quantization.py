@@ -25,7 +25,8 @@ Format = Literal["fp8", "int8"]
 FORMATS: tuple[Format, ...] = ("fp8", "int8")
 Arithmetic = Literal["widen", "native"]
 
-VALUES, SCALE = "values", "scale"
+VALUES = "values"
+SCALE = "scale"
 """The fields of a `Quantized`, the last part of its arrays' names in a tree."""
 
 DTYPES: dict[Format, Any] = {"fp8": jnp.float8_e4m3fn, "int8": jnp.int8}

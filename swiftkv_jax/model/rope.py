@@ -58,10 +58,13 @@ def _yarn_share(rope: Rope, scaling: RopeScaling, size: int) -> np.ndarray:
         length = scaling.original_max_position_embeddings / (2 * math.pi * turns)
         return size * math.log(length) / (2 * math.log(rope.theta))
 
-    low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    low = pair(scaling.beta_fast)
+    high = pair(scaling.beta_slow)
     if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, size - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, size - 1)
     if low == high:
         high += 0.001
     return 1 - np.clip((np.arange(size // 2) - low) / (high - low), 0, 1)
@@ -115,7 +118,8 @@ def scanned_kinds(config: Config, tables: Tables, layers: range) -> tuple[Array 
     if len(kinds) == 1:
         only = table_of(config, tables, kinds[0]), kinds[0].window
         return None, lambda _: only
-    table, window = stack_tables(config, tables, kinds), None
+    table = stack_tables(config, tables, kinds)
+    window = None
     if any(kind.window is not None for kind in kinds):
         window = jnp.array([NO_WINDOW if kind.window is None else kind.window for kind in kinds])
 

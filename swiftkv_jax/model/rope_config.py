@@ -87,7 +87,8 @@ class Rope:
 
     def check_factors(self, head_dim: int) -> None:
         """Raise `ConfigError` unless longrope has a factor for each pair."""
-        pairs, scaling = self.rotated(head_dim) // 2, self.scaling
+        pairs = self.rotated(head_dim) // 2
+        scaling = self.scaling
         if scaling is None or scaling.rope_type != "longrope":
             return
         for name in ("short_factor", "long_factor"):

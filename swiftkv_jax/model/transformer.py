@@ -75,7 +75,8 @@ def run_lower_layers(
     """Embedding and lower layers, the same for teacher and student: the hidden state that enters
     layer K, and the rotary tables."""
     config = config.at_length(batch.tokens.shape[1])
-    mesh, tables = attention.mesh, rope_tables(config, batch.positions)
+    mesh = attention.mesh
+    tables = rope_tables(config, batch.positions)
     kinds, kind_of = scanned_kinds(config, tables, range(config.num_lower_layers))
     between_layers = functools.partial(
         constrain_activations, mesh, sequence=attention.shard_sequence
@@ -109,7 +110,8 @@ def run_upper_layers_teacher(
     """The plain Llama's upper layers, the first `count` of them or all: (x, sum over layers of
     `layer_hook(index, input)`)."""
     upper_qkv = require_teacher(llama, "run it as a plain Llama")
-    config, mesh = config.at_length(x.shape[1]), attention.mesh
+    config = config.at_length(x.shape[1])
+    mesh = attention.mesh
     kinds, kind_of = scanned_kinds(
         config, tables, range(config.num_lower_layers, config.num_layers)
     )
@@ -150,7 +152,8 @@ def run_upper_layers_student(
     that share caches attend to them with the teacher's queries. Raises `ValueError` if those
     projections were dropped.
     """
-    config, mesh = config.at_length(x.shape[1]), attention.mesh
+    config = config.at_length(x.shape[1])
+    mesh = attention.mesh
     kinds, kind_of = scanned_kinds(
         config, tables, range(config.num_lower_layers, config.num_layers)
     )

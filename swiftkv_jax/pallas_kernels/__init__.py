@@ -33,7 +33,8 @@ class ImplementationError(NotImplementedError):
 
     def __init__(self, implementation: str, reason: str):
         super().__init__(f"implementation={implementation!r} {reason}")
-        self.implementation, self.reason = implementation, reason
+        self.implementation = implementation
+        self.reason = reason
 
     def of_option(self, option: str) -> str:
         """The message for an option that names the implementation."""

@@ -133,7 +133,9 @@ def hiding(window, operands: AttentionOperands):
 
 
 def _operands(q, k, v, k_scale, v_scale):
-    q, k, v = _array("q", q), _array("k", k), _array("v", v)
+    q = _array("q", q)
+    k = _array("k", k)
+    v = _array("v", v)
     if k.shape != v.shape or k.dtype != v.dtype:
         raise ValueError(
             f"k and v must have the same shape and dtype, got {k.shape=}, {k.dtype=}, {v.shape=}, "

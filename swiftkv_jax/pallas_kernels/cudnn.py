@@ -55,7 +55,9 @@ type Part = tuple[Float[Array, "1 M N H"], Float[Array, "1 M N"]]
 def unsupported_reason(spec: AttentionSpec, *, wide_heads: bool, version: int | None) -> str | None:
     """Why cuDNN cannot run such a call; None if it can. `wide_heads`: whether the GPU takes head
     dims up to 256, `version`: that of cuDNN, None without it."""
-    op, q, k = spec.op, spec.q, spec.k
+    op = spec.op
+    q = spec.q
+    k = spec.k
     if spec.packed:
         return "takes no segment_ids (only a mask of T x S)"
     if op == "decode" and spec.page_table is not None:
@@ -66,7 +68,8 @@ def unsupported_reason(spec: AttentionSpec, *, wide_heads: bool, version: int | 
         return f"takes bfloat16 or float16, got {q.dtype=}"
     if k.dtype != q.dtype and (op == "decode" or k.dtype.itemsize > 1):
         return f"takes operands of one dtype, got {q.dtype=} and {k.dtype=}"
-    head_dim, most = q.shape[3], 256 if wide_heads else 128
+    head_dim = q.shape[3]
+    most = 256 if wide_heads else 128
     if head_dim % 8 or head_dim > most:
         return f"takes head dims that are multiples of 8 up to {most} here, got {q.shape=}"
     return "needs cuDNN, which JAX does not find" if version is None else None
@@ -75,7 +78,10 @@ def unsupported_reason(spec: AttentionSpec, *, wide_heads: bool, version: int | 
 def prefill(operands: AttentionOperands) -> Float[Array, "B T N H"]:
     """Causal attention of whole rows, differentiable in q, k and v. Queries from `lengths[b]` on
     yield zeros."""
-    q, k, v, lengths = operands.q, operands.k, operands.v, operands.lengths
+    q = operands.q
+    k = operands.k
+    v = operands.v
+    lengths = operands.lengths
     queries = q.shape[1]
     # Without an offset no query sees the keys from T on.
     k, v = (x[:, :, :queries].transpose(0, 2, 1, 3) for x in (k, v))
@@ -97,7 +103,8 @@ def prefill(operands: AttentionOperands) -> Float[Array, "B T N H"]:
 def decode(operands: AttentionOperands) -> Float[Array, "B 1 N H"]:
     """Attention of one token a row to the first `length[b]` keys. A row of length 0 yields
     zeros."""
-    q, length = operands.q, operands.length.astype(jnp.int32)
+    q = operands.q
+    length = operands.length.astype(jnp.int32)
     k, v = (x.transpose(0, 2, 1, 3) for x in (operands.k, operands.v))
     out = jax.nn.dot_product_attention(
         q, k, v, key_value_seq_lengths=length, implementation="cudnn"
@@ -149,7 +156,9 @@ def chunk(
 ) -> Float[Array, "B T N H"]:
     """Causal attention of rows from `q_offset[b]` on. Scaled keys and values are widened as they
     are gathered."""
-    q, offset, lengths = operands.q, operands.q_offset, operands.lengths
+    q = operands.q
+    offset = operands.q_offset
+    lengths = operands.lengths
     page_table = operands.page_table
     (batch, queries), page = q.shape[:2], operands.k.shape[2]
     if page_table is None:
@@ -227,9 +236,11 @@ def _read(kv, pages, dtype, start, count: int, seen):
     """Keys and values in `dtype`, 1 S K H, of `count` positions from `start` on of the prompt with
     these pages. Those from `seen` on are zeros: nothing that may stand there, NaN included, gets
     into a product."""
-    index, page = jnp.arange(count, dtype=jnp.int32), kv[0][0].shape[2]
+    index = jnp.arange(count, dtype=jnp.int32)
+    page = kv[0][0].shape[2]
     position = jnp.minimum(start + index, pages.shape[0] * page - 1)
-    page_index, offset = pages[position // page], position % page
+    page_index = pages[position // page]
+    offset = position % page
     found = []
     for x, scale in kv:
         x = x.at[page_index, :, offset].get(mode="clip")

@@ -60,7 +60,8 @@ def make_plan(
     if window is not None:
         seen = window + queries - 1
         skipped = lax.div(jnp.maximum(length - seen, 0), jnp.int32(tile))
-        tiles, room = tiles - skipped, min(room, most_tiles(seen, tile))
+        tiles -= skipped
+        room = min(room, most_tiles(seen, tile))
     chunk = jnp.maximum(least, _ceil(tiles.sum(dtype=jnp.int32), jnp.int32(splits)))
     counts = _ceil(tiles, chunk)
     size = _ceil(tiles, jnp.maximum(counts, 1))
@@ -74,7 +75,8 @@ def make_plan(
     start = jnp.minimum((entry - first[row]) * size[row], tiles[row])
     stop = jnp.minimum(start + size[row], tiles[row])
     if skipped is not None:
-        start, stop = start + skipped[row], stop + skipped[row]
+        start += skipped[row]
+        stop += skipped[row]
     entries = jnp.stack([row, start, stop], axis=1)
     return DecodePlan(entries, jnp.stack([first, end], axis=1), tile, window)
 

@@ -89,7 +89,8 @@ def blocks_of_groups(
     sizes = jnp.bincount(group, length=num_groups)
     blocks = -(-sizes // size)
     ends = jnp.cumsum(blocks)
-    first_row, first_block = jnp.cumsum(sizes) - sizes, ends - blocks
+    first_row = jnp.cumsum(sizes) - sizes
+    first_block = ends - blocks
     place = (first_block * size - first_row)[of_sorted] + jnp.arange(rows)
     place = jnp.where(group[order] < num_groups, place, count * size)
     return Blocks(

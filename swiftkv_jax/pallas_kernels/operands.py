@@ -60,7 +60,8 @@ class AttentionOperands:
                 return x
             return (x.astype(jnp.float32) * scale[..., None]).astype(self.q.dtype)
 
-        k, v = widen(self.k, self.k_scale), widen(self.v, self.v_scale)
+        k = widen(self.k, self.k_scale)
+        v = widen(self.v, self.v_scale)
         return dataclasses.replace(self, k=k, v=v, k_scale=None, v_scale=None)
 
 

@@ -28,7 +28,8 @@ def attention(
     """
     groups = q.shape[2] // k.shape[1]
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    k, v = jnp.repeat(k, groups, axis=1), jnp.repeat(v, groups, axis=1)
+    k = jnp.repeat(k, groups, axis=1)
+    v = jnp.repeat(v, groups, axis=1)
     scores = jnp.einsum("BTNH,BNSH->BNTS", q, k, precision="highest") / jnp.sqrt(
         jnp.float32(q.shape[-1])
     )

@@ -138,7 +138,8 @@ class Case:
 
     def mask(self) -> np.ndarray:
         """bool[B, T, S]: the positions that each query sees."""
-        query, key = np.arange(self.queries)[:, None], np.arange(self.keys)
+        query = np.arange(self.queries)[:, None]
+        key = np.arange(self.keys)
         position = np.array([row.position for row in self.rows])[:, None, None] + query
         seen = (key <= position) & (query < self.lengths[:, None, None])
         seen &= key < self.kv_lengths[:, None, None]
@@ -161,10 +162,12 @@ class Drawn(NamedTuple):
 def draw(case: Case) -> Drawn:
     """Operands that show mistakes; queries are large, so that scores rounded to 16 bits would
     show."""
-    rng, dtype = np.random.default_rng(0), jnp.dtype(case.dtype)
+    rng = np.random.default_rng(0)
+    dtype = jnp.dtype(case.dtype)
     shape = len(case.rows), case.queries, case.heads, case.head_dim
     q = (4 * rng.normal(size=shape)).astype(dtype)
-    mask, prompts = case.mask(), case.prompts
+    mask = case.mask()
+    prompts = case.prompts
     seen = np.stack([mask[prompts == prompt].any((0, 1)) for prompt in range(max(prompts) + 1)])
     size = len(seen), case.kv_heads, case.keys, case.head_dim
     k = rng.normal(size=size) + _aligned(case, q).swapaxes(1, 2)
@@ -215,11 +218,13 @@ def _aligned(case: Case, q: np.ndarray) -> np.ndarray:
     they cut marks the last visible position and the next."""
     added = np.zeros((max(case.prompts) + 1, case.keys, case.kv_heads, case.head_dim))
     steps = (0,) if case.window is None else (0, case.window - 1, case.window)
-    lengths, kv_lengths = case.lengths, case.kv_lengths
+    lengths = case.lengths
+    kv_lengths = case.kv_lengths
     for number, (row, along) in enumerate(
         zip(case.rows, directions(q, case.kv_heads), strict=True)
     ):
-        keys, length = added[case.prompts[number]], lengths[number]
+        keys = added[case.prompts[number]]
+        length = lengths[number]
         for step in steps:
             first = max(0, step - row.position)  # of the queries that have such a position
             marked = along[first : min(length, case.keys + step - row.position)]
@@ -248,7 +253,8 @@ def as_format(x: np.ndarray, dtype: str, rng: np.random.Generator):
     """
     if dtype == x.dtype:
         return x, None, x
-    values, limit = np.float32(x), 127 if dtype == "int8" else 448
+    values = np.float32(x)
+    limit = 127 if dtype == "int8" else 448
     exponents = np.ceil(np.log2(np.abs(values).max(axis=-1) / limit))
     scale = np.exp2(exponents + rng.integers(0, 2, exponents.shape)).astype(np.float32)
     content = values / scale[..., None]
@@ -303,7 +309,8 @@ def compare(
 
 def difference(results, expected: list[np.ndarray], tolerated: list[np.ndarray]) -> Comparison:
     """The comparison of each of `results`, trees of arrays, with what is expected of them."""
-    differences, errors = [], []
+    differences = []
+    errors = []
     for result in results:
         for actual, wanted, most in zip(jax.tree.leaves(result), expected, tolerated, strict=True):
             # Both are -inf where the logarithm of an empty sum is expected.
@@ -346,7 +353,10 @@ def _reference_gradient(mask, q, k, v, of_out, score_cap):
 
 def expected_of(case: Case, drawn: Drawn) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """(results of the reference, the difference from each element that is tolerated)."""
-    q, keys, values, mask = drawn.operands.q, drawn.k_values, drawn.v_values, drawn.mask
+    q = drawn.operands.q
+    keys = drawn.k_values
+    values = drawn.v_values
+    mask = drawn.mask
     if case.op == "gradient":
         wide = (np.float32(x) for x in (q, keys, values, d_out(q)))
         found = _reference_gradient(mask, *wide, case.score_cap)

@@ -28,7 +28,8 @@ def tuning_for[Tuning](
 
     `dtype` is that of the keys as they are stored. Raises `NotImplementedError` if none matches.
     """
-    kind, dtype = kind or current_device()[1], jnp.dtype(dtype).name
+    kind = kind or current_device()[1]
+    dtype = jnp.dtype(dtype).name
     for entry in read_table():
         if entry["kernel"] == kernel and all(
             entry[field] in ("any", value)

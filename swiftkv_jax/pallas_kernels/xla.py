@@ -62,14 +62,18 @@ def prefill(
     `return_lse` also the logarithm of each query's sum of exponentials, not differentiable. Pages
     and scales are read one block at a time; only without them is this differentiable.
     """
-    q, lengths, kv_lengths = operands.q, operands.lengths, operands.kv_lengths
-    page_table, page = operands.page_table, operands.k.shape[2]
+    q = operands.q
+    lengths = operands.lengths
+    kv_lengths = operands.kv_lengths
+    page_table = operands.page_table
+    page = operands.k.shape[2]
     start = operands.q_offset[:, None]
     index = jnp.arange(q.shape[1], dtype=jnp.int32)
     last = position = start + index  # the last position each query sees; -1 for none
     if lengths is not None:
         last = jnp.where(index < lengths[:, None], last, -1)
-    window, first = scalar(window), None
+    window = scalar(window)
+    first = None
     if kv_lengths is not None:
         last, window, first = restrict(last, position, window, kv_lengths)
     keys = Keys.of(operands, window, first)
@@ -103,7 +107,9 @@ def decode(
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """The same for `decode_attention`. What lies beyond the longest row's block is not read, unless
     reading it all is faster."""
-    q, k, length = operands.q, operands.k, operands.length
+    q = operands.q
+    k = operands.k
+    length = operands.length
     batch, queries, _, head_dim = q.shape
     most = decode_keys(current_device()[0], batch * k.shape[1] * head_dim * q.dtype.itemsize)
     last = length.astype(jnp.int32)[:, None] - queries + jnp.arange(queries, dtype=jnp.int32)
@@ -206,7 +212,8 @@ def _backward_rule(block_q: int, block_kv: int, cap: float | None, residuals, d_
 
     def query_block(carry, block):
         q, out, d_out, lse, visible, first, end = block
-        rows, d_rows = _rows(q, keys), _rows(d_out, keys)
+        rows = _rows(q, keys)
+        d_rows = _rows(d_out, keys)
         delta = jnp.sum(out.astype(jnp.float32) * d_out, axis=-1, keepdims=True)
         delta = _rows(delta, keys)[..., 0]
 

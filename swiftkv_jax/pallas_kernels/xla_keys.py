@@ -81,7 +81,8 @@ def visible_blocks(q, keys: Keys, last, block_q: int, block_kv: int):
     first = jnp.zeros_like(end)
     if keys.segment_ids is not None:
         first, segment_end = segments.visible_kv_blocks(keys.segment_ids, block_q, block_kv)
-        first, end = first.min(axis=0), jnp.minimum(end, segment_end.max(axis=0))
+        first = first.min(axis=0)
+        end = jnp.minimum(end, segment_end.max(axis=0))
     if keys.window is not None or keys.first is not None:
         oldest = jnp.where(
             visible[0] < 0,
@@ -135,7 +136,8 @@ def add_block(total, j, block):
 def even(count: int, block: int, page: int = 1) -> int:
     """Size of equal blocks of whole pages, as many as there would be of `block`, of which the last
     could be almost empty."""
-    pages, most = count // page, max(block // page, 1)
+    pages = count // page
+    most = max(block // page, 1)
     return -(-pages // -(-pages // most)) * page
 
 

@@ -199,7 +199,8 @@ def calibration_flops_by_part(config: Config, length: int) -> dict[str, float]:
     whole rows, what the mask hides included. With prompt attention layers also those, and before
     that a pass for each map, and one for the neurons beside it."""
     size = config.embed_dim * (1 + config.boundary_taps) + config.qkv_bias
-    fitted, alone = config.num_layers - config.first_projected_layer, config.prompt_attention_layers
+    fitted = config.num_layers - config.first_projected_layer
+    alone = config.prompt_attention_layers
     parts = {
         "teacher": _layers_flops(config, range(config.num_layers), length) / length,
         "second moments": fitted * 2 * size * (size + kv_width(config)),
@@ -217,7 +218,8 @@ def calibration_flops_by_part(config: Config, length: int) -> dict[str, float]:
 
 def _map_flops(config: Config, count: int, length: int) -> float:
     """Operations per token of the passes for map `count`."""
-    lower, width = config.num_lower_layers, config.embed_dim
+    lower = config.num_lower_layers
+    width = config.embed_dim
     prompt = prompt_layers_flops(config, count, length)
     size = width + config.prompt_mlp_neurons
     flops = (_layers_flops(config, range(lower + count), length) + prompt) / length
@@ -249,7 +251,8 @@ def prompt_mlp_weights(config: Config) -> int:
 def query_scale_flops_by_part(config: Config, length: int) -> dict[str, float]:
     """Operations per token of the pass of `calibration.attenuation`, counted as those of
     `calibration_flops_by_part`."""
-    upper, queries = config.num_upper_layers, config.num_heads * config.head_dim
+    upper = config.num_upper_layers
+    queries = config.num_heads * config.head_dim
     return {
         "teacher": _layers_flops(config, range(config.num_layers), length) / length,
         "student's queries, keys and values": (

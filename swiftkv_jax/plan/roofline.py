@@ -42,7 +42,8 @@ class Roofline:
             name: max(rate, other.tried.get(name, rate))
             for name, rate in (other.tried | self.tried).items()
         }
-        flops, bandwidth = max(self.flops, other.flops), max(self.bandwidth, other.bandwidth)
+        flops = max(self.flops, other.flops)
+        bandwidth = max(self.bandwidth, other.bandwidth)
         return dataclasses.replace(self, flops=flops, bandwidth=bandwidth, tried=tried)
 
     def to_json(self) -> dict[str, Any]:

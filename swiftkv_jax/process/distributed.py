@@ -158,7 +158,8 @@ def run_on_process_0[T](work: Callable[[], T], otherwise: T) -> T:
     """
     if jax.process_count() == 1:
         return work()
-    result, error = otherwise, None
+    result = otherwise
+    error = None
     if jax.process_index() == 0:
         try:
             result = work()

@@ -94,7 +94,8 @@ def join(thread: Thread, timeout: float) -> None:
 
 def tell() -> bool:
     """Whether the line is still to be written: True for the first caller only."""
-    reported, _State.reported = _State.reported, True
+    reported = _State.reported
+    _State.reported = True
     return not reported
 
 

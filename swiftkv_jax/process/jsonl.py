@@ -29,7 +29,8 @@ def scan(path: Path) -> tuple[int, str]:
     """
     if path.exists() and not path.is_file():
         raise DataError(f"{path}: not a regular file: it is read twice, so save it as one")
-    digest, rows = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    rows = 0
     with path.open("rb") as file:
         for content in file:
             digest.update(content)

@@ -63,7 +63,8 @@ class App:
         """Make what requests need besides the service, in the thread that has loaded the model: it
         takes a moment. The arguments are those of `Loaded`."""
         options = engine.options
-        self.tokenizer, self.sampling_defaults = tokenizer, sampling_defaults
+        self.tokenizer = tokenizer
+        self.sampling_defaults = sampling_defaults
         self.max_body_size = self.options.body_limit(engine.max_model_len)
         self.scoring = options.scoring
         self.fingerprint = system_fingerprint(engine, facts)
@@ -87,7 +88,8 @@ class App:
             vocab_size=engine.config.vocab_size,
             eos_token_ids=engine.eos_token_ids,
         )
-        chosen, asked = self.options.tool_call_parser, None
+        chosen = self.options.tool_call_parser
+        asked = None
         if "tools" in self.template_variables:
             asked = format_of(template)
         self.tool_format: ToolFormat | None = None

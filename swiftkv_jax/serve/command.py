@@ -52,7 +52,8 @@ def main(args: argparse.Namespace) -> int:
             raise UsageError(f"{args.directory} and `model`={args.model}: give one of them")
         args.model = args.directory
     command = ServeCommand(**given(ServeCommand, args))
-    model_options, options = ModelOptions.from_args(args), server_options(args)
+    model_options = ModelOptions.from_args(args)
+    options = server_options(args)
     defaults: dict[str, Any] = {"structured_outputs": True, "single_step_rows": None}
     engine_fields = given(EngineOptions, args) | given(EngineFeatures, args)
     engine_options = EngineOptions(**defaults | engine_fields)
@@ -75,7 +76,8 @@ def main(args: argparse.Namespace) -> int:
             set_chat_template(tokenizer, template, str(command.chat_template))
         facts = model_facts(model, mesh, model.uses_swiftkv(model_options.uses_swiftkv))
         report("compiling")
-        compiler, chosen = None, engine_options
+        compiler = None
+        chosen = engine_options
         if chosen.structured_outputs:
             try:
                 compiler = GrammarCompiler(
@@ -100,7 +102,8 @@ def main(args: argparse.Namespace) -> int:
                 "gives one"
             )
         if command.uds is not None:
-            listener, at = server.listen_unix(command.uds), f"unix:{command.uds}"
+            listener = server.listen_unix(command.uds)
+            at = f"unix:{command.uds}"
         else:
             listener = server.listen(command.host, command.port)
             host = f"[{command.host}]" if ":" in command.host else command.host
@@ -157,7 +160,8 @@ def warm(engine: Engine) -> float:
 
 def server_options(args: argparse.Namespace) -> ServerOptions:
     """Make the options from the arguments of `add_arguments`. Raises `UsageError`."""
-    command, fields = ServeCommand(**given(ServeCommand, args)), given(ServerOptions, args)
+    command = ServeCommand(**given(ServeCommand, args))
+    fields = given(ServerOptions, args)
     fields["api_keys"] = _keys(command)
     loopback = command.uds is not None or is_loopback(command.host)
     if not loopback and not fields["api_keys"] and not command.insecure:

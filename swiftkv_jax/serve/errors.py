@@ -78,10 +78,13 @@ class PromptTooLong(APIError):
     ):
         """`limit` is the largest number of tokens of a prompt and its answer. With `at_least` the
         prompt may have more than `prompt_tokens`."""
-        self.prompt_tokens, self.new_tokens, self.limit = prompt_tokens, new_tokens, limit
+        self.prompt_tokens = prompt_tokens
+        self.new_tokens = new_tokens
+        self.limit = limit
         self.at_least = at_least
         message = f"This model's maximum context length is {limit} tokens"
-        total, bound = prompt_tokens + new_tokens, "at least " if at_least else ""
+        total = prompt_tokens + new_tokens
+        bound = "at least " if at_least else ""
         if not new_tokens:
             what = "messages" if is_chat else "prompt"
             message += (
@@ -155,7 +158,8 @@ def _rename(
     of the body, `places` are where its messages come from, `tools` where its tools do, None for
     those of the same number. Only what `param` names is renamed, and what is in backticks: the rest
     of a message may be the client's own words."""
-    message, param = error.message, error.param
+    message = error.message
+    param = error.param
     message = _renamed(message, names)
     param = None if param is None else names.get(param, param)
     found = re.match(r"messages\[(\d+)\]|tools\[(\d+)\]\.function", param or "")

@@ -58,7 +58,8 @@ class KVEventsConfig:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            value, kind = getattr(self, field.name), str(field.type)
+            value = getattr(self, field.name)
+            kind = str(field.type)
             if kind == "int":
                 good = type(value) is int and value > 0
             elif kind == "bool":

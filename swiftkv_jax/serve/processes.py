@@ -122,7 +122,8 @@ def _follow(
         ignore_signals()
         follower = Follower(channel, silence=silence)
         loaded = load()
-        compiler, spellings = loaded.compiler, TokenSpellings(loaded.tokenizer)
+        compiler = loaded.compiler
+        spellings = TokenSpellings(loaded.tokenizer)
         follower.run(
             loaded.engine,
             None if compiler is None else compiler.compile_grammar,

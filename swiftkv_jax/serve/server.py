@@ -141,7 +141,8 @@ async def serve(
     the keys anew after SIGHUP. `on_start` gets the application and a function that does what a
     signal does.
     """
-    app, loop = App(options, model_name), asyncio.get_running_loop()
+    app = App(options, model_name)
+    loop = asyncio.get_running_loop()
     switch_seconds = sys.getswitchinterval()
     # Any client can cause its warnings, with advice for other servers.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
@@ -159,7 +160,8 @@ async def serve(
         ssl_certfile=options.ssl_certfile,
         ssl_keyfile=options.ssl_keyfile,
     )
-    server, stopping = _Server(config), _Stopping(app)
+    server = _Server(config)
+    stopping = _Stopping(app)
     if handle_signals:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stopping.signal)
@@ -238,7 +240,8 @@ class _Stopping:
     """Signal handling: the first signal lets admitted requests end, the second aborts them."""
 
     def __init__(self, app: App):
-        self._app, self._signals = app, 0
+        self._app = app
+        self._signals = 0
         self._first, self._second = asyncio.Event(), asyncio.Event()
 
     def signal(self) -> None:
@@ -252,7 +255,8 @@ class _Stopping:
     async def wait(self) -> None:
         """Return when it is time to close."""
         await self._first.wait()
-        service, options = self._app.service, self._app.options
+        service = self._app.service
+        options = self._app.options
         if service.engine is None:
             service.state = "draining"
             return
@@ -324,7 +328,8 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
 
 def _in_thread[T](work: Callable[[], T]) -> asyncio.Future[T]:
     """Result of `work` in a thread that does not hold up the end of the process."""
-    loop, result = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+    result = asyncio.get_running_loop().create_future()
 
     def run() -> None:
         try:

@@ -33,7 +33,9 @@ class MessageError(ValueError):
         """`number` is that of the message, from 0; `field` the path in it, `content[0].type`;
         `unsupported` tells that the form is OpenAI's, and not one that this package renders."""
         super().__init__(reason)
-        self.number, self.field, self.unsupported = number, field, unsupported
+        self.number = number
+        self.field = field
+        self.unsupported = unsupported
 
 
 def normalize_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:

@@ -174,7 +174,8 @@ def _limited(work: Callable[[], Any], deadline_s: float, max_memory: int) -> Any
     if _watcher is None or not _watcher.is_alive():  # a forked process has none
         _watcher = threading.Thread(target=_watch, name="chat template limits", daemon=True)
         _watcher.start()
-    thread, run = threading.get_ident(), _Run(deadline_s, max_memory, time.monotonic(), _memory())
+    thread = threading.get_ident()
+    run = _Run(deadline_s, max_memory, time.monotonic(), _memory())
     try:
         _runs[thread] = run
         _started.set()

@@ -16,7 +16,8 @@ class StopStrings:
     def __init__(self, stops: Iterable[str]):
         """Raises `UsageError` for an empty string."""
         self._automaton = _automaton(tuple(stops))
-        self._state, self._held = 0, ""
+        self._state = 0
+        self._held = ""
         self.hit: str | None = None
         """The string that was complete first; of two at once, the longer."""
 
@@ -32,21 +33,27 @@ class StopStrings:
         children, suffixes, depths, complete = self._automaton
         if self.is_empty:
             return text
-        whole, before, state = self._held + text, len(self._held), self._state
+        whole = self._held + text
+        before = len(self._held)
+        state = self._state
         for at, character in enumerate(text, start=1):
             while state and character not in children[state]:
                 state = suffixes[state]
             state = children[state].get(character, 0)
             if stop := complete[state]:
-                self.hit, self._held = stop, ""
+                self.hit = stop
+                self._held = ""
                 return whole[: before + at - len(stop)]
         certain = len(whole) - depths[state]
-        self._state, self._held = state, whole[certain:]
+        self._state = state
+        self._held = whole[certain:]
         return whole[:certain]
 
     def finish(self) -> str:
         """What was held back, now that nothing follows."""
-        held, self._held, self._state = self._held, "", 0
+        held = self._held
+        self._held = ""
+        self._state = 0
         return held
 
 

@@ -79,7 +79,8 @@ def main(args: argparse.Namespace) -> int:
 def options_from(args: argparse.Namespace) -> CalibrationOptions:
     """The arguments given, over the demo's or the general ones. Raises `UsageError`."""
     fields = given(CalibrationOptions, args)
-    demo, dry_run = CALIBRATION_DEMO, bool(args.dry_run)
+    demo = CALIBRATION_DEMO
+    dry_run = bool(args.dry_run)
     return make_options(fields, demo=demo, command="calibration", dry_run=dry_run)
 
 
@@ -87,8 +88,11 @@ def run(options: CalibrationOptions) -> None:
     """Calibrate and export to `output_dir/model`. Raises as training does, and `UsageError` if the
     folder has a model already, or `keep_delta` has nothing to scale."""
     opened = open_run(options, check_calibration, forward_configs)
-    options, mesh, data = opened.options, opened.mesh, opened.data
-    found, keep_delta = opened.model, options.keep_delta
+    options = opened.options
+    mesh = opened.mesh
+    data = opened.data
+    found = opened.model
+    keep_delta = options.keep_delta
     model = dataclasses.replace(found, swiftkv=None)
     if not keep_delta:  # whatever delta the checkpoint has is left behind, with its order of heads
         plain = dataclasses.replace(model.config, shared_kv_heads=None)
@@ -98,13 +102,15 @@ def run(options: CalibrationOptions) -> None:
 
     start = time.perf_counter()
     if keep_delta:
-        calibrated, layers = scale_queries(options, found, data, mesh), ()
+        calibrated = scale_queries(options, found, data, mesh)
+        layers = ()
     else:
         calibrated, layers = fitted_delta(options, model, data, mesh)
     jax.block_until_ready(calibrated.swiftkv)
     seconds = time.perf_counter() - start
     logger.info("calibrated in %.1f s", seconds)
-    results, chosen = {}, None
+    results = {}
+    chosen = None
     if opened.eval_data is None:
         fitted = 0 if keep_delta else calibration_tokens(options, config)
         scaled = SLOPE_TOKENS if config.has_two_caches else 0
@@ -144,7 +150,8 @@ def run(options: CalibrationOptions) -> None:
             },
         )
     dtype = opened.export_dtype
-    llama, delta = cast(calibrated.llama, dtype), cast(calibrated.swiftkv, dtype)
+    llama = cast(calibrated.llama, dtype)
+    delta = cast(calibrated.swiftkv, dtype)
     exported = dataclasses.replace(calibrated, llama=llama, swiftkv=delta, auxiliary_files=files)
     save_hf(exported, opened.exported)
     logger.info("the model is in %s", opened.exported)
@@ -251,7 +258,8 @@ def table(results: dict[str, dict[str, Any]], config: Config, text: str = HELD_O
             f"{name:<11}  {row['perplexity']:10,.3f}  {above:+17.2%}  {row['kl']:6.4f}  "
             f"{row['agreement']:9.1%}  " + far_cell(row["far_tokens"], row["far_nats"]).rjust(21)
         )
-    far, lost = last["far_tokens"], last["far_nats"]
+    far = last["far_tokens"]
+    lost = last["far_nats"]
     which = f"on which the teacher loses more than {FAR_NATS:g} nat without the far part of the row"
     if lost is None:
         lines.append(f"far tokens: there are none {which}; measure on more text, or longer rows")
@@ -268,7 +276,9 @@ def warn_of_losses(results: dict[str, dict[str, Any]], config: Config, *, keep_d
     `far_tokens.MAX_FAR_LOSS` on far tokens, or is further from the teacher than the other without
     losing less there."""
     (before, old), (name, new) = results.items()
-    far, lost, lost_before = new["far_tokens"], new["far_nats"], old["far_nats"]
+    far = new["far_tokens"]
+    lost = new["far_nats"]
+    lost_before = old["far_nats"]
     if config.generated_kv == "boundary":
         remedy = "distil it before you serve it"
     elif keep_delta:

@@ -11,7 +11,8 @@ from typing import Literal
 
 from ...errors import UsageError
 
-STUDENT, TEACHER = "swiftkv", "teacher"
+STUDENT = "swiftkv"
+TEACHER = "teacher"
 """Names of the variants."""
 Mode = Literal["prefill", "decode", "offline", "latency"]
 MODES: tuple[Mode, ...] = ("prefill", "decode", "offline", "latency")

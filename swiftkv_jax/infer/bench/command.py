@@ -103,7 +103,8 @@ def _measure_group(
     engine_options: EngineOptions,
 ) -> dict[str, Measured]:
     """Measure variants whose engines are in memory together. The engines are deleted at the end."""
-    model, engines = source.model(names), dict[str, Engine[ModelRunner]]()
+    model = source.model(names)
+    engines = dict[str, Engine[ModelRunner]]()
     for name in names:
         engines[name] = build(
             source,

@@ -53,14 +53,16 @@ class Client:
         url = urllib.parse.urlsplit(base_url)
         if url.scheme != "http" or not url.hostname:
             raise ValueError(f"{base_url!r} is not like http://127.0.0.1:8000")
-        self._host, self._port = url.hostname, url.port or 80
+        self._host = url.hostname
+        self._port = url.port or 80
         self._root = url.path.rstrip("/")
         self._key = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def complete(self, body: dict[str, Any]) -> Timed:
         """Ask for a streamed completion and read it to its end. A failure is in `error`."""
-        timed, writer = Timed(), None
+        timed = Timed()
+        writer = None
         try:
             reader, writer = await self._connection()
             content = self._encode("POST", "/v1/completions", body)
@@ -133,7 +135,9 @@ async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncI
 async def _events(reader: asyncio.StreamReader, headers: dict[str, str], timed: Timed) -> None:
     """Read a stream of events, which ends in [DONE] or in a finish reason. Raises `ValueError` for
     one that reports an error or is cut."""
-    rest, counted, done = b"", 0, False
+    rest = b""
+    counted = 0
+    done = False
     async for part in _body(reader, headers):
         now = time.perf_counter()
         *events, rest = (rest + part).split(b"\n\n")

@@ -136,12 +136,15 @@ async def measure(
     arrivals = arrival_times(
         len(prompts), options.request_rate, options.seed, burstiness=options.burstiness
     )
-    begin, cpu, tasks = time.perf_counter(), time.thread_time(), []
+    begin = time.perf_counter()
+    cpu = time.thread_time()
+    tasks = []
     for prompt, at in zip(prompts, arrivals, strict=True):
         await asyncio.sleep(max(begin + at - time.perf_counter(), 0))
         tasks.append(asyncio.ensure_future(one(prompt)))
     timed = [await task for task in tasks]
-    seconds, cpu = time.perf_counter() - begin, time.thread_time() - cpu
+    seconds = time.perf_counter() - begin
+    cpu = time.thread_time() - cpu
     client.close()
     return {"model": model, "timed": timed, "seconds": seconds, "client_cpu_share": cpu / seconds}
 

@@ -108,7 +108,8 @@ def variant_of(
     tail -= num_bytes(attention)
     blocks = (*weights.lower, *weights.upper)
     experts = [(block.expert_gate, block.expert_up, block.expert_down) for block in blocks]
-    dp_size, swiftkv = shapes.dp_size, name == STUDENT
+    dp_size = shapes.dp_size
+    swiftkv = name == STUDENT
     served = served_config(config, swiftkv)
     position = bytes_per_token(config, cache_dtype, swiftkv=False) // config.num_layers
     return Variant(
@@ -228,9 +229,11 @@ def _decode(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) -
 
 
 def _offline(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) -> dict[str, Any]:
-    new, total = cell.prompts * cell.output_len, cell.prompts * cell.length
+    new = cell.prompts * cell.output_len
+    total = cell.prompts * cell.length
     # Positions that the first and the last decode step attend to.
-    first, last = cell.input_len, cell.length - 1
+    first = cell.input_len
+    last = cell.length - 1
     decoding = cell.output_len * decode_flops(
         variant.config, (first + last) / 2, swiftkv=variant.swiftkv
     )

@@ -40,7 +40,8 @@ class Clock(Protocol):
 def measure(mode: Mode, engine: Engine, cell: Cell, seed: int, clock: Clock = time) -> Raw:
     """Run one repetition. `cpu_seconds` is processor time of this process, all threads: on a busy
     CPU the steadier figure. A model runner may keep another time, by a `clock` of its own."""
-    compiled, found = CompileCounter.read(), engine.prefix_stats.hits
+    compiled = CompileCounter.read()
+    found = engine.prefix_stats.hits
     raw = {"prefill": prefill, "decode": decode, "offline": offline, "latency": latency}[mode](
         engine, cell, seed, clock
     )
@@ -110,7 +111,8 @@ def latency(engine: Engine, cell: Cell, seed: int, clock: Clock = time) -> Raw:
     requests = collections.deque(_requests(engine, cell, seed, cell.prompts))
     assert cell.request_rate is not None
     arrivals = collections.deque(arrival_times(cell.prompts, cell.request_rate, seed))
-    before, inside = dataclasses.replace(engine.stats), {}
+    before = dataclasses.replace(engine.stats)
+    inside = {}
     done: list[_RequestTimes] = []
     with _stopwatch(clock) as raw:
         start = clock.perf_counter()
@@ -205,7 +207,8 @@ def _prefill(engine: Engine, requests: Sequence[Request]) -> list[int]:
 def _stopwatch(clock: Clock) -> Iterator[Raw]:
     """Adds the seconds that the block takes."""
     raw: Raw = {}
-    start, cpu = clock.perf_counter(), clock.process_time()
+    start = clock.perf_counter()
+    cpu = clock.process_time()
     yield raw
     raw |= {
         "seconds": clock.perf_counter() - start,

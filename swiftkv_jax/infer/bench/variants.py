@@ -91,10 +91,8 @@ def _dummy_source(options: BenchOptions) -> Source:
             boundary_taps=options.boundary_taps,
         )
     config = _with_generated_kv(options, config)
-    dtype, scheme = (
-        jnp.dtype(default_dtype() if model.dtype in (None, "auto") else model.dtype),
-        None,
-    )
+    dtype = jnp.dtype(default_dtype() if model.dtype in (None, "auto") else model.dtype)
+    scheme = None
     if model.quantization not in (None, "none"):
         scheme = scheme_for(cast(Format, model.quantization), jax.devices()[0].device_kind)
 
@@ -138,7 +136,8 @@ def _checkpoint_source(options: BenchOptions) -> Source:
 def _with_cut(options: BenchOptions, model: Model) -> Model:
     """The model with a new delta if the options name a cut: speed does not depend on what a delta
     has learnt."""
-    layers, group = options.num_key_value_layers, options.key_value_group_size
+    layers = options.num_key_value_layers
+    group = options.key_value_group_size
     if layers is not None:
         model = add_swiftkv(
             model,

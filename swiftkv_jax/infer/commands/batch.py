@@ -134,7 +134,8 @@ def _pop_id(fields: dict[str, Any]) -> str | int | None:
 def run_rows(engine: Engine, rows: Iterable[Row], writer: RowWriter, *, in_flight: int) -> None:
     """Run all rows, at most `in_flight` at once, and write each as soon as all rows before it are
     written."""
-    running, unwritten = dict[int, Row](), deque[Row]()
+    running = dict[int, Row]()
+    unwritten = deque[Row]()
     max_unwritten = max(MAX_UNWRITTEN, 2 * in_flight)
 
     def write() -> None:
@@ -215,7 +216,8 @@ class Throughput:
             )
         if isinstance(engine.model_runner, ModelRunner):
             runner = engine.model_runner
-            size, own = runner.kv_bytes_per_token, runner.shapes.pages_per_own_page
+            size = runner.kv_bytes_per_token
+            own = runner.shapes.pages_per_own_page
             more = f" of a prompt, {size * (1 + own)} of an answer" if own else ""
             parts.append(f"KV cache: {size} bytes/token{more}")
         if stats.compilations:

@@ -42,7 +42,8 @@ Message = dict[str, str]
 
 def main(args: argparse.Namespace) -> int:
     model_options = ModelOptions.from_args(args)
-    command, engine_fields = ChatOptions(**given(ChatOptions, args)), given(EngineOptions, args)
+    command = ChatOptions(**given(ChatOptions, args))
+    engine_fields = given(EngineOptions, args)
     sampling_fields: dict[str, Any] = {"max_tokens": MAX_TOKENS}
     sampling_fields |= given(SamplingParams, args)
     # Mistakes in the command line end the run before weights are read.
@@ -59,7 +60,8 @@ def main(args: argparse.Namespace) -> int:
             "chat reads a terminal, which is that of one process, and there are several: use "
             "generate"
         )
-    params, tokenizer = sampling_params(sampling_fields, model), model.tokenizer
+    params = sampling_params(sampling_fields, model)
+    tokenizer = model.tokenizer
     if template is not None:
         set_chat_template(tokenizer, template, str(file))
     encode_chat(tokenizer, [{"role": "user", "content": ""}])  # needs a template that works
@@ -94,7 +96,9 @@ class Chat:
     """A conversation, and the commands that change it."""
 
     def __init__(self, engine: Engine, tokenizer: Any, params: SamplingParams, system: str | None):
-        self._engine, self._tokenizer, self._params = engine, tokenizer, params
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._params = params
         self._system = [{"role": "system", "content": system}] if system else []
         self.messages: list[Message] = list(self._system)
         self._last: tuple[RequestOutput, int, int] | None = None
@@ -140,7 +144,8 @@ class Chat:
         the line does not fit, and leaves the conversation as it was."""
         messages = [*self.messages, {"role": "user", "content": line}]
         prompt = encode_chat(self._tokenizer, messages)
-        room, limit = self._engine.max_model_len - len(prompt), self._engine.max_model_len
+        room = self._engine.max_model_len - len(prompt)
+        limit = self._engine.max_model_len
         if room < 1:
             raise UsageError(
                 f"the conversation would have {len(prompt)} tokens, and needs at least one more "
@@ -161,7 +166,9 @@ class Chat:
     def _reply(self, request: Request) -> tuple[str, str | None]:
         """Text of the reply, and its finish reason, None if Ctrl-C ended it. Raises `DataError` if
         the model's logits are not finite."""
-        stream, reply, end = TextStream.of(self._tokenizer, request), "", None
+        stream = TextStream.of(self._tokenizer, request)
+        reply = ""
+        end = None
         error = ""
         request_id = self._engine.add_request(request)
         with _interrupts() as interrupted:

@@ -40,6 +40,7 @@ class ChatOptions:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(group(parser, "model"), ModelOptions)
     add_flags(group(parser, "conversation"), ChatOptions)
-    shown, left_out = {"max_tokens": MAX_TOKENS}, ("n", "logprobs")
+    shown = {"max_tokens": MAX_TOKENS}
+    left_out = ("n", "logprobs")
     add_flags(group(parser, "sampling"), SamplingParams, shown=shown, leave_out=left_out)
     add_flags(group(parser, "engine"), EngineOptions)

@@ -58,7 +58,8 @@ class Workload(NamedTuple):
 def main(args: argparse.Namespace) -> int:
     model_options = ModelOptions.from_args(args)
     command = CompleteOptions(args.stdin, **given(CompleteOptions, args))
-    engine_fields, sampling_fields = given(EngineOptions, args), given(SamplingParams, args)
+    engine_fields = given(EngineOptions, args)
+    sampling_fields = given(SamplingParams, args)
     # Mistakes in the command line end the run before weights are read.
     SamplingParams(**sampling_fields)
     EngineOptions(**engine_fields)

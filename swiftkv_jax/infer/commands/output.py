@@ -60,7 +60,10 @@ class TextWriter:
         self, file: TextIO, texts: Callable[[Row], Iterable[str]], *, stream: bool, prefix: str = ""
     ):
         """`texts` returns the texts of a row; `prefix` goes before each."""
-        self._file, self._texts, self._stream, self._prefix = file, texts, stream, prefix
+        self._file = file
+        self._texts = texts
+        self._stream = stream
+        self._prefix = prefix
         self._written = 0
         """Characters written of the text that is growing."""
 

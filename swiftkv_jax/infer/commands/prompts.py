@@ -30,7 +30,8 @@ class PromptReader:
 
     def __init__(self, tokenizer: Any, params: SamplingParams):
         """`tokenizer` None allows token ids only; `params` are the command's."""
-        self._tokenizer, self._params = tokenizer, params
+        self._tokenizer = tokenizer
+        self._params = params
         self._warned = False
 
     def from_text(self, number: int, text: str) -> Request:
@@ -97,7 +98,9 @@ def _check_token_ids(source: str, value: Any) -> list[int]:
 
 def _body_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """Body of a line of a batch file, without the fields of `ENVELOPE`."""
-    body, method, url = row["body"], row.get("method", "POST"), row.get("url")
+    body = row["body"]
+    method = row.get("method", "POST")
+    url = row.get("url")
     if unknown := set(row) - {"method", "url", "body"}:
         raise UsageError(
             f"{', '.join(sorted(unknown))}: not a field of a batch line, which has custom_id, "

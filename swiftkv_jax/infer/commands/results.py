@@ -41,7 +41,8 @@ class Completion:
         if output.finish_reason and not self._stream.stopped:
             self.text += self._stream.finish()
         if self._stream.stopped:
-            self.finish_reason, self._stop_reason = "stop", self._stream.stop_reason
+            self.finish_reason = "stop"
+            self._stop_reason = self._stream.stop_reason
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -84,7 +85,8 @@ class Completions:
     def __init__(self, tokenizer: Any, request: Request):
         self.samples = [Completion(tokenizer, request) for _ in range(request.params.n)]
         self.timing: Timing | None = None
-        self._prompt_tokens, self._cached_tokens = len(request.prompt), 0
+        self._prompt_tokens = len(request.prompt)
+        self._cached_tokens = 0
 
     @property
     def done(self) -> bool:
@@ -97,7 +99,8 @@ class Completions:
     def update(self, output: RequestOutput) -> bool:
         sample = self.samples[output.sample]
         sample.push(output)
-        self.timing, self._cached_tokens = output.timing, output.num_cached_tokens
+        self.timing = output.timing
+        self._cached_tokens = output.num_cached_tokens
         return sample.finish_reason is None
 
     def to_json(self) -> dict[str, Any]:

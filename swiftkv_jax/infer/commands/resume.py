@@ -25,7 +25,8 @@ from ...process.files import check_absent, write_atomic
 from ...process.jsonl import parse_object
 from ..engine.sampling_params import SamplingParams
 
-_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
+_SAMPLES = 16
+_SAMPLE_BYTES = 1 << 16
 """Parts read of each file of a checkpoint, and bytes of a part: reading all of it would take as
 long as loading it."""
 

@@ -46,7 +46,8 @@ class Scores:
         assert output.logprobs is not None
         self._logprobs += (entry.logprob for entry in output.logprobs)
         self._likeliest += output.token_ids
-        self.done, self.timing = output.finish_reason is not None, output.timing
+        self.done = output.finish_reason is not None
+        self.timing = output.timing
         return not self.done
 
     def to_json(self) -> dict[str, Any]:
@@ -113,7 +114,9 @@ class Total:
     """Log-likelihood of all rows, those of an earlier run included."""
 
     def __init__(self) -> None:
-        self._rows, self._tokens, self._logprob = 0, 0, 0.0
+        self._rows = 0
+        self._tokens = 0
+        self._logprob = 0.0
 
     def add(self, row: dict[str, Any]) -> None:
         """Add a row of output."""
@@ -134,7 +137,8 @@ class Total:
 
 def main(args: argparse.Namespace) -> int:
     command = ScoreOptions(**given(ScoreOptions, args))
-    model_options, engine_fields = ModelOptions.from_args(args), given(EngineOptions, args)
+    model_options = ModelOptions.from_args(args)
+    engine_fields = given(EngineOptions, args)
     # Decoding is compiled as well, and not used: for one row that is quick.
     defaults: dict[str, Any] = {"max_num_seqs": 1, "scoring": True}
     options = EngineOptions(**defaults | engine_fields)
@@ -163,7 +167,8 @@ def main(args: argparse.Namespace) -> int:
         request = reader.request(fields)
         return request, Scores(request)
 
-    total, writer = Total(), JsonLinesWriter(sys.stdout.buffer)
+    total = Total()
+    writer = JsonLinesWriter(sys.stdout.buffer)
     with open_writer(writer, file, settings, total=num_rows, on_row=total.add) as rows:
         run_rows(engine, read_rows(command.input, build, skip=rows.done), rows, in_flight=IN_FLIGHT)
     if summary := rows.throughput.summary(engine):

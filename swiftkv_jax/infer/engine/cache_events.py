@@ -61,7 +61,9 @@ class CacheEvents:
         for last, number in enumerate(new):
             if last + 1 < len(new) and new[last + 1] == number + 1:
                 continue
-            start, stop, first = new[first], number + 1, last + 1
+            start = new[first]
+            stop = number + 1
+            first = last + 1
             size = self._page_size
             tokens = np.array(source.token_ids_at(start * size, stop * size), np.int32)
             parent = keys[start - 1] if start else None
@@ -80,5 +82,6 @@ class CacheEvents:
 
     def take(self) -> list[CacheEvent]:
         """The changes since the last call."""
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return events

@@ -28,8 +28,10 @@ class ChunkBuilder:
     """One data-parallel shard's part of a chunk while it is planned."""
 
     def __init__(self, limits: Limits, page_size: int):
-        self._page_size, self._context_pages = page_size, limits.context_pages
-        self._tokens, self._tiles = limits.chunk_tokens, limits.max_tiles
+        self._page_size = page_size
+        self._context_pages = limits.context_pages
+        self._tokens = limits.chunk_tokens
+        self._tiles = limits.max_tiles
         self._upper = limits.upper_tokens
         self._context: set[int] = set()
         self.scheduled: list[ScheduledTokens] = []

@@ -64,6 +64,7 @@ def mask_of(token_ids: Sequence[int] | None, vocab_size: int) -> np.ndarray:
         if rest := vocab_size % 32:
             mask[-1] = 2**rest - 1
         return mask
-    mask, ids = np.zeros(mask_words(vocab_size), np.uint32), np.asarray(token_ids, np.int64)
+    mask = np.zeros(mask_words(vocab_size), np.uint32)
+    ids = np.asarray(token_ids, np.int64)
     np.bitwise_or.at(mask, ids // 32, np.uint32(1) << (ids % 32).astype(np.uint32))
     return mask

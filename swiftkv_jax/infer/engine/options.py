@@ -163,7 +163,8 @@ class EngineOptions:
             "page_size",
             "reserve_tokens",
         ):
-            value, least = getattr(self, name), 2 if name == "max_model_len" else 1
+            value = getattr(self, name)
+            least = 2 if name == "max_model_len" else 1
             if value is not None and (type(value) is not int or value < least):
                 raise UsageError(
                     f"`{name}`={value!r} must be a whole number from {least} up", option=name

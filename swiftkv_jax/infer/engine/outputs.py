@@ -44,7 +44,8 @@ def sequence_output(
 ) -> tuple[RequestOutput, int]:
     """Add the new tokens in one row of `sampled` to `sequence`: (their output, how many there
     are)."""
-    state, params = sequence.request_state, sequence.params
+    state = sequence.request_state
+    params = sequence.params
     tokens = sampled.token[row].tolist()
     emitted = [token for token in tokens if token >= 0]
     sequence.token_ids += emitted
@@ -107,7 +108,8 @@ class Scores:
 
     def __init__(self, state: RequestState):
         assert isinstance(state.request, ScoreRequest)
-        self._state, self._top = state, state.request.top_logprobs
+        self._state = state
+        self._top = state.request.top_logprobs
         self._likeliest: list[int] = []
         self._logprobs: list[LogprobArrays] = []
 
@@ -116,7 +118,8 @@ class Scores:
         says that these are the request's last ones."""
         while entries:
             room = MAX_SCORES - len(self._likeliest)
-            taken, entries = entries[:room], entries[room:]
+            taken = entries[:room]
+            entries = entries[room:]
             rows = slice(taken.start, taken.stop)
             self._likeliest += scores.token[rows].tolist()
             # Copies: a view would keep all that the chunk returned.
@@ -129,8 +132,11 @@ class Scores:
                 yield self._output("stop" if ended else None)
 
     def _output(self, reason: FinishReason | None) -> RequestOutput:
-        state, likeliest, parts = self._state, self._likeliest, self._logprobs
-        self._likeliest, self._logprobs = [], []
+        state = self._state
+        likeliest = self._likeliest
+        parts = self._logprobs
+        self._likeliest = []
+        self._logprobs = []
         state.timing.first_token = state.timing.last_token = time.perf_counter()
         return RequestOutput(
             request_id=state.request_id,
@@ -148,5 +154,6 @@ class Scores:
 
 
 def _logprob(sampled: SamplerOutput, index: tuple[int, ...], top: int) -> Logprob:
-    ids, values = sampled.top_ids[index][:top].tolist(), sampled.top_logprobs[index][:top].tolist()
+    ids = sampled.top_ids[index][:top].tolist()
+    values = sampled.top_logprobs[index][:top].tolist()
     return Logprob(float(sampled.logprob[index]), tuple(zip(ids, values, strict=True)))

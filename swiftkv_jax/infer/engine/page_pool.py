@@ -70,9 +70,11 @@ class PagePool:
         """With `share` False no page is cached. `window` is the largest number of positions that a
         token sees, including its own (see `Config.window`); None: all. `pages_per_own_page` is
         `Config.pages_per_own_page` where upper layers attend to two caches, else 0."""
-        self.num_pages, self.page_size = num_pages, page_size
+        self.num_pages = num_pages
+        self.page_size = page_size
         self.pages_per_own_page = pages_per_own_page
-        self.share, self.window = share, window
+        self.share = share
+        self.window = window
         self.stats = PrefixStats()
         self.events: CacheEvents | None = None
         """Records changes of the prefix cache; None: they are not recorded."""
@@ -158,7 +160,8 @@ class PagePool:
         cached = []
         least = min(len(keys), len(pages))
         for number in range(start, least if stop is None else min(stop, least)):
-            key, page = keys[number], pages[number]
+            key = keys[number]
+            page = pages[number]
             if page != RELEASED and key not in self._page_of and page not in self._key_of:
                 self._page_of[key] = page
                 self._key_of[page] = key
@@ -239,8 +242,10 @@ def page_keys(
     tokens: Sequence[int], page_size: int, cache_salt: str = "", after: Sequence[bytes] = ()
 ) -> list[bytes]:
     """The keys of the pages `after` which `tokens` follow, and of each full page of `tokens`."""
-    keys, content = list(after), np.asarray(tokens, np.int32).tobytes()
-    key, size = keys[-1] if keys else _digest(cache_salt.encode()), 4 * page_size
+    keys = list(after)
+    content = np.asarray(tokens, np.int32).tobytes()
+    key = keys[-1] if keys else _digest(cache_salt.encode())
+    size = 4 * page_size
     for start in range(0, len(content) - size + 1, size):
         key = _digest(key + content[start : start + size])
         keys.append(key)

@@ -24,7 +24,9 @@ class RequestState:
         own_start: int = NO_OWN,
         exact_head: int = 0,
     ):
-        self.request_id, self.request, self.own_start = request_id, request, own_start
+        self.request_id = request_id
+        self.request = request
+        self.own_start = own_start
         """`own_start`: position from which on tokens keep their own upper keys and values; `NO_OWN`
         if none does."""
         self.exact_head = exact_head
@@ -64,7 +66,8 @@ class RequestState:
         self.matcher: Matcher | None = None
         """Grammar that a sample follows, in its state when the request is admitted."""
         if isinstance(request, Request):
-            self.num_remaining_tokens, self.matcher = request.params.max_tokens, request.grammar
+            self.num_remaining_tokens = request.params.max_tokens
+            self.matcher = request.grammar
         self.num_preemptions = 0
         self.aborted: set[int] = set()
         """Indices of aborted samples."""
@@ -134,7 +137,8 @@ class RequestState:
 
     def shared_by_samples(self, pool: PagePool) -> PageNeeds:
         """Pages that prefill fills, which all samples share."""
-        stop, size = self.prefill_stop, pool.page_size
+        stop = self.prefill_stop
+        size = pool.page_size
         own = max(stop - self.own_start, 0) if pool.pages_per_own_page else 0
         return PageNeeds(stop // size, own // size)
 
@@ -149,7 +153,10 @@ class RequestState:
         self.prefill_token_ids = [*self.prefill_token_ids, *sequence.token_ids]
         self.num_remaining_tokens = sequence.num_remaining_tokens
         self.matcher = sequence.matcher
-        self.num_computed_tokens, self.dp_rank, self.pages, self.own_pages = 0, -1, [], []
+        self.num_computed_tokens = 0
+        self.dp_rank = -1
+        self.pages = []
+        self.own_pages = []
         self.num_preemptions += 1
 
 
@@ -231,7 +238,8 @@ class ScheduledTokens:
     def read_pages(self, page_size: int) -> list[int]:
         """Pages that these tokens read: those up to their last position, then own pages. `RELEASED`
         for pages that they do not see."""
-        state, own = self.request_state, -(-self.own.stop // page_size)
+        state = self.request_state
+        own = -(-self.own.stop // page_size)
         last = -(-self.stop // page_size)
         return all_pages(state.pages[:last], state.own_pages[:own])
 

@@ -33,7 +33,9 @@ class Run:
         self.unfinished: dict[int, tuple[int, RequestState]] = {}
         """Request id -> (number of the request, its state)."""
         self._source, self._numbers, self._exhausted = iterate(requests), itertools.count(), False
-        self._add, self._in_flight, self._on_invalid = add, in_flight, on_invalid
+        self._add = add
+        self._in_flight = in_flight
+        self._on_invalid = on_invalid
         self._at_once = in_flight is None and isinstance(requests, abc.Sequence)
 
     @property
@@ -42,7 +44,8 @@ class Run:
 
     def add_requests(self) -> None:
         """Queue the requests that there is room for, up to the next None."""
-        added, room = 0, self._room()
+        added = 0
+        room = self._room()
         while not self._exhausted and (room is None or added < room):
             try:
                 request = next(self._source)

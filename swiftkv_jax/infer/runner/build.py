@@ -132,7 +132,8 @@ def _widens_pool(layout: Layout, shapes: Shapes, dtype: Any, attention: Attentio
     Tested with one tile on each shard. A kernel may refuse more tiles, if it has no room for their
     page tables; XLA then runs them, and can read gathered pages too.
     """
-    config, shards = layout.config, shapes.dp_size
+    config = layout.config
+    shards = shapes.dp_size
     q = jax.ShapeDtypeStruct((shards, shapes.page_size, config.num_heads, config.head_dim), dtype)
     page_table = jax.ShapeDtypeStruct((shards, shapes.table_pages), jnp.int32)
     return attention.widens_pool(q, layout.cache(shapes).k[0].values, page_table)

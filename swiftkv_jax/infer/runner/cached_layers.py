@@ -62,7 +62,8 @@ def run_lower_layers(
 ) -> tuple[Float[Array, "A T D"], Tables, KVCache]:
     """What runs for every token: (hidden state at the SwiftKV layer, rotary tables, cache with the
     tokens' keys and values in the lower layers)."""
-    x, tables = embed(config, weights.embed, tokens), rope_tables(config, positions)
+    x = embed(config, weights.embed, tokens)
+    tables = rope_tables(config, positions)
     pools = list(zip(cache.k, cache.v, strict=True))
     layer = _self_layer(config, write, read, attention)
     for i, (block, qkv) in enumerate(zip(weights.lower, weights.lower_qkv, strict=True)):
@@ -93,14 +94,16 @@ def run_boundary(
 
         def attend(q, k, v):
             if first is not None and own is not None:
-                k, v = first.put(k, own.k), first.put(v, own.v)
+                k = first.put(k, own.k)
+                v = first.put(v, own.v)
             kv = _store(pools, write, head_major(k), head_major(v))
             return mixed(read(q, *kv, kind.window), mix), kv
 
         rope = table_of(config, tables, kind)
         return attention_layer(config, block, qkv, mlp, x, rope, attend)
 
-    pools, states = list(zip(cache.k, cache.v, strict=True)), cache.tap
+    pools = list(zip(cache.k, cache.v, strict=True))
+    states = cache.tap
     owns: tuple[FirstKV | None, ...] = (None,) * len(weights.upper)
     if first is not None:
         owns = first.run(config, weights, x, attention)
@@ -108,12 +111,14 @@ def run_boundary(
         layer = config.num_lower_layers + i
         mix = weights.upper_mix[i] if weights.upper_mix else None
         of_layer = weights.upper[i], with_queries(kv, weights.upper_q[i]), mlp, mix
-        kind, own = config.kind(layer), owns[i]
+        kind = config.kind(layer)
+        own = owns[i]
         x, pools[layer] = prompt_layer(kind, of_layer, x, tables, pools[layer], own)
         if first is not None and own is not None:
             x = first.put(x, own.x)
     rope = group_table(config, tables)
-    s, s_before = norm(config, x, weights.norm_swiftkv), None
+    s = norm(config, x, weights.norm_swiftkv)
+    s_before = None
     if weights.k_tap is not None:
         assert before is not None
         s_before, states = before(states, s)

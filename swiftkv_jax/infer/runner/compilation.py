@@ -66,7 +66,8 @@ def compile_all[Program](
 @contextlib.contextmanager
 def _logged(compiled: Sized, total: int) -> Iterator[None]:
     """Log how many programs are compiled, from time to time while this lasts."""
-    ended, start = threading.Event(), time.perf_counter()
+    ended = threading.Event()
+    start = time.perf_counter()
 
     def log() -> None:
         while not ended.wait(LOG_INTERVAL):

@@ -27,7 +27,8 @@ def keep_cache_sharding(config: Config, cache: KVCache, attention: Attention) ->
     reused, and the compiled program fits the next call."""
     if attention.mesh is None:
         return cache
-    pages, rows = cache_sharding(config, attention.mesh), row_sharding(attention.mesh)
+    pages = cache_sharding(config, attention.mesh)
+    rows = row_sharding(attention.mesh)
     return jax.lax.with_sharding_constraint(
         cache, map_cache(cache, lambda _: pages, lambda _: rows)
     )

@@ -61,7 +61,8 @@ def decode_logits(
     """
     sharding = pool_sharding(config, attention)
     page_size = cache.k[0].values.shape[2]
-    active, length = batch.remaining > 0, batch.length
+    active = batch.remaining > 0
+    length = batch.length
 
     def page_of(table, position, written):
         """The pages that hold `position`, or `INVALID_PAGE` where nothing is written."""
@@ -107,7 +108,8 @@ def decode_logits(
         written &= length > 0
     page = page_of(batch.page_table, length, written)
     lengths = jnp.where(active, length + 1, 0)
-    write, read = writer(page, length % page_size), reader(batch.page_table, lengths)
+    write = writer(page, length % page_size)
+    read = reader(batch.page_table, lengths)
     x, tables, cache = run_lower_layers(
         config, weights, batch.token[:, None], length[:, None], cache, write, read, attention
     )
@@ -216,7 +218,8 @@ def copy_pages(
 
     if (mesh := attention.mesh) is None:
         return copy(cache, source, target)
-    pages, rows = cache_sharding(config, mesh).spec, row_sharding(mesh).spec
+    pages = cache_sharding(config, mesh).spec
+    rows = row_sharding(mesh).spec
     specs = map_cache(cache, lambda _: pages, lambda _: rows)
     return jax.shard_map(copy, mesh=mesh, in_specs=(specs, rows, rows), out_specs=specs)(
         cache, source, target

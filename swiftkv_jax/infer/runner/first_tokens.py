@@ -82,7 +82,8 @@ def run_first_tokens(
     config: Config, weights: Weights, x: Float[Array, "A R D"], attention: Attention
 ) -> tuple[FirstKV, ...]:
     """The upper layers for tokens at position 0, which attend to themselves alone."""
-    tables, found = rope_tables(config, jnp.zeros(x.shape[:2], jnp.int32)), []
+    tables = rope_tables(config, jnp.zeros(x.shape[:2], jnp.int32))
+    found = []
 
     @functools.partial(jax.jit, static_argnums=0)
     def layer(kind, block, qkv, x):

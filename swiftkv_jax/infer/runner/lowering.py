@@ -168,7 +168,8 @@ def _chunk(
 
 
 def _upper(layout: Layout, shapes: Shapes, tokens: int) -> UpperTokens:
-    ids, tiles = layout.rows(shapes.dp_size, tokens), shapes.tiles(tokens)[-1]
+    ids = layout.rows(shapes.dp_size, tokens)
+    tiles = shapes.tiles(tokens)[-1]
     own_start = layout.rows(shapes.dp_size * tiles) if shapes.has_own_start else None
     own_tiles = (
         _tiles(layout, shapes, tokens, tiles, own=True) if shapes.pages_per_own_page else None
@@ -182,7 +183,8 @@ def _tiles(
 ) -> QueryTiles:
     """Query tiles of `tokens` tokens; with `own` those in own pages."""
     count = shapes.dp_size * tiles
-    each, pages = layout.rows(count), (shapes.pages_per_own_page,) if own else ()
+    each = layout.rows(count)
+    pages = (shapes.pages_per_own_page,) if own else ()
     return QueryTiles(
         page=layout.rows(count, *pages),
         page_start=each,

@@ -119,12 +119,14 @@ def pack_chunk(
     once.
     """
     packed = np.zeros((2, len(shards), tokens), np.int32)
-    layout, gathered = _TileBuilder(len(shards), tokens, tiles, page_size, table_pages), []
+    layout = _TileBuilder(len(shards), tokens, tiles, page_size, table_pages)
+    gathered = []
     for dp_rank, shard in enumerate(shards):
         index_of = None if context_pages is None else _gathered(shard, page_size)
         at = 0
         for scheduled in shard:
-            positions, stop = range(scheduled.start, scheduled.stop), at + scheduled.num_tokens
+            positions = range(scheduled.start, scheduled.stop)
+            stop = at + scheduled.num_tokens
             token_ids = scheduled.request_state.prefill_token_ids[scheduled.start : scheduled.stop]
             packed[0, dp_rank, at:stop] = token_ids
             packed[1, dp_rank, at:stop] = positions
@@ -159,7 +161,8 @@ def pack_upper(
         index_of = None if context_pages is None else _gathered(shard, page_size)
         at = packed_at = 0
         for scheduled in shard:
-            state, positions = scheduled.request_state, scheduled.upper
+            state = scheduled.request_state
+            positions = scheduled.upper
             if positions:
                 stop = at + len(positions)
                 first = packed_at + positions.start - scheduled.start
@@ -220,14 +223,17 @@ class _TileBuilder:
         self._add(dp_rank, scheduled, pages, scheduled.own, at, index_of)
 
     def _add(self, dp_rank, scheduled, pages, positions: range, at: int, index_of) -> None:
-        size, own_start = self._page_size, scheduled.request_state.own_start
+        size = self._page_size
+        own_start = scheduled.request_state.own_start
         table = np.array(pages[: -(-positions.stop // size)], np.int32)
         if index_of is not None:
             indices = [index_of.get(page, RELEASED) for page in table.ravel().tolist()]
             table = np.array(indices, np.int32).reshape(table.shape)
         for number in range(positions.start // size, -(-positions.stop // size)):
-            tile, start = self._used[dp_rank], number * size
-            first, end = max(positions.start - start, 0), min(positions.stop - start, size)
+            tile = self._used[dp_rank]
+            start = number * size
+            first = max(positions.start - start, 0)
+            end = min(positions.stop - start, size)
             self._fields[:, dp_rank, tile] = start, first, end, at, own_start
             self._page[dp_rank, tile] = pages[number]
             self._page_table[dp_rank, tile, : len(table)] = np.maximum(table, 0)

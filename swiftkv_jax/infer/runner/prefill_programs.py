@@ -146,7 +146,8 @@ def _prefill(
         return x, tables, cache
     before = None
     if cache.tap is not None:
-        page_size, sharding = cache.k[0].values.shape[2], state_sharding(attention)
+        page_size = cache.k[0].values.shape[2]
+        sharding = state_sharding(attention)
         before = chunk_before(chunk.tiles, chunk.gathered_pages, page_size, sharding)
     first = FirstTokens.of(chunk.tiles, x.shape[1]) if config.exact_head else None
     cache = run_boundary(
@@ -226,7 +227,8 @@ def _writer(
 ) -> Write:
     """Write packed keys or values to the pages of their requests; with `own_start` (i32[W]) those
     of positions from there on."""
-    sharding, page_size = pool_sharding(config, attention), cache.k[0].values.shape[2]
+    sharding = pool_sharding(config, attention)
+    page_size = cache.k[0].values.shape[2]
     offset = jnp.arange(page_size)
     written = (offset >= tiles.query_start[:, None]) & (offset < tiles.query_end[:, None])
     if own_start is not None:

@@ -102,7 +102,8 @@ def serve_model(
 ) -> Weights:
     """The weights of a model, which is on `mesh` already, as `serving_weights` has them, in the
     architecture of `served_config`."""
-    llama, delta = model.llama, model.swiftkv if swiftkv else None
+    llama = model.llama
+    delta = model.swiftkv if swiftkv else None
     if delta is not None and model.config.shared_kv_heads is not None:
         in_order = order_heads if two_caches else fold_mix
         llama, delta = in_order(model.config, llama, delta)
@@ -183,7 +184,8 @@ def shard_model(model: Model, mesh: Mesh) -> Model:
         shardings = dataclasses.replace(shardings, upper_qkv=None)
     elif model.llama.upper_qkv.q is None:
         shardings = dataclasses.replace(shardings, upper_qkv=_kv(shardings.upper_qkv))
-    llama, delta = jax.device_put(model.llama, shardings), model.swiftkv
+    llama = jax.device_put(model.llama, shardings)
+    delta = model.swiftkv
     if delta is not None:
         delta = jax.device_put(delta, swiftkv_shardings(model.config, mesh, scheme))
     return dataclasses.replace(model, llama=llama, swiftkv=delta)
@@ -205,7 +207,8 @@ class _Leaves(Protocol):
 def _weights(
     leaves: _Leaves, llama: Llama, delta: SwiftKV | None, *, own_kv: bool, two_caches: bool
 ) -> Weights:
-    lower, upper = _blocks(leaves, llama.lower), _blocks(leaves, llama.upper)
+    lower = _blocks(leaves, llama.lower)
+    upper = _blocks(leaves, llama.upper)
     lower_qkv = _layers(leaves, llama.lower_qkv)
     whole = functools.partial(
         Weights, embed=llama.embed, final_norm=llama.final_norm, lm_head=llama.lm_head
@@ -356,7 +359,8 @@ class _Shapes:
 
 def _moved(leaf: jax.ShapeDtypeStruct, shape: Any, axes: slice) -> jax.ShapeDtypeStruct:
     """The same in another shape, split as some of its `axes` are."""
-    moved, sharding = jax.ShapeDtypeStruct(tuple(shape), leaf.dtype), leaf.sharding
+    moved = jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+    sharding = leaf.sharding
     if sharding is None:
         return moved
     assert isinstance(sharding, NamedSharding)

@@ -170,8 +170,10 @@ def choose_shapes(
     those of a model beside the weights. Raises `UsageError` if the cache cannot hold one sequence
     of `max_model_len`.
     """
-    length, page_size = _max_model_len(config, options), options.page_size
-    slots, table_pages = -(-options.max_num_seqs // dp_size), -(-length // page_size)
+    length = _max_model_len(config, options)
+    page_size = options.page_size
+    slots = -(-options.max_num_seqs // dp_size)
+    table_pages = -(-length // page_size)
     chunks = options.chunks or _chunk_sizes(options, length, platform)
     decode_rows = options.decode_rows or buckets(
         slots, smallest=1, count=1 if options.one_size else 4

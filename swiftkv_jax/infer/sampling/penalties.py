@@ -22,7 +22,8 @@ _COUNT = IN_PROMPT - 1
 def token_counts_of(tokens: Sequence[int], num_generated: int, vocab_size: int) -> np.ndarray:
     """u16[V]: the token counts of a sequence that has generated the last `num_generated` of its
     tokens."""
-    ids, prompt = np.asarray(tokens, np.int64), len(tokens) - num_generated
+    ids = np.asarray(tokens, np.int64)
+    prompt = len(tokens) - num_generated
     counts = np.bincount(ids[prompt:], minlength=vocab_size).clip(max=_COUNT).astype(np.uint16)
     counts[ids[:prompt]] |= IN_PROMPT
     return counts
@@ -65,7 +66,8 @@ def apply_penalties(
     """Logits after the mask of `min_tokens`, the bias and the penalties, in vLLM's order. With
     `then`, the result of this elementwise function on them, without storing the logits
     themselves."""
-    rows, vocab_size = jnp.arange(len(logits))[:, None], logits.shape[-1]
+    rows = jnp.arange(len(logits))[:, None]
+    vocab_size = logits.shape[-1]
 
     def penalized(logits, counts):
         repetition, presence, frequency = (

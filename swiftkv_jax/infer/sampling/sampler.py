@@ -185,7 +185,8 @@ def filtered(weight: Float[Array, "B V"], sampling: SamplingMetadata) -> Float[A
 
 
 def _kept(weight: Float[Array, "B V"], last: _Last) -> Float[Array, "B V"]:
-    rank, bound = _rank(weight), last.rank[:, None]
+    rank = _rank(weight)
+    bound = last.rank[:, None]
     stays = (rank < bound) | (rank == bound) & (_ids(weight) <= last.id[:, None])
     return jnp.where(stays, weight, 0)
 

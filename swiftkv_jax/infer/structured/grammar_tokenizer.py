@@ -15,7 +15,8 @@ from typing import Any
 
 _MARK = "\U0010ffff"
 """In the names of control tokens: not a character, so that no text has it."""
-_SPACE, _HIDDEN_SPACE = "\u2581", "\U0010fffe"
+_SPACE = "\u2581"
+_HIDDEN_SPACE = "\U0010fffe"
 """How vocabularies with tokens for bytes spell a space, and a spelling that no text has."""
 _LARK_NAME = re.compile(
     r'"(?:\\.|[^"\\\n])*+"?|(?://|#)[^\n]*|/(?:\\[\s\S]|[^/\\])++/?|(<)(?=[^\[<>\s][^<>\s]*>)'
@@ -28,7 +29,8 @@ def grammar_tokenizer(text: str) -> str:
     """The JSON of a tokenizer of the package tokenizers, changed for llguidance: ids and the bytes
     of ordinary tokens are the same."""
     found = json.loads(text)
-    model, control = found["model"], set[str]()
+    model = found["model"]
+    control = set[str]()
     for token in found["added_tokens"]:
         name = token["content"]
         if not _is_text(token, model):

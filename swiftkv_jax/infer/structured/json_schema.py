@@ -123,10 +123,12 @@ def _is_annotation(keyword: str, value: Any) -> bool:
 def _join_patterns(schema: dict[str, Any]) -> None:
     """Give what patterns say of declared properties, and of required ones, to these. A pattern that
     no other name fits would let an answer begin a property that it cannot name."""
-    given, required = schema.get("properties", {}), schema.get("required", [])
+    given = schema.get("properties", {})
+    required = schema.get("required", [])
     if not isinstance(given, dict) or not isinstance(required, list):
         return  # llguidance says what is wrong with it
-    properties, patterns = dict(given), {}
+    properties = dict(given)
+    patterns = {}
     declared = {**given, **{name: None for name in required if isinstance(name, str)}}
     for pattern, said in schema["patternProperties"].items():
         spelled = _LITERAL_NAMES.fullmatch(pattern)
@@ -225,11 +227,13 @@ def _is_read_right(value: float) -> bool:
         return float(value) == value
     mantissa, _, written = repr(abs(value)).partition("e")
     whole, _, places = mantissa.partition(".")
-    digits, exponent = float(int(whole + places)), int(written or 0) - len(places)
+    digits = float(int(whole + places))
+    exponent = int(written or 0) - len(places)
     if exponent >= 0:
         return digits * float(f"1e{exponent}") == abs(value)
     if exponent < -308:
-        digits, exponent = digits / 1e308, exponent + 308
+        digits = digits / 1e308
+        exponent += 308
     return digits / float(f"1e{-exponent}") == abs(value)
 
 

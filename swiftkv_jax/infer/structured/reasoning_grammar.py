@@ -27,7 +27,9 @@ class ReasoningGrammar:
         but `end_token_ids`. Without `begin_token` it has begun already. With it, reasoning begins
         only if that is the first token; any other first token belongs to the grammar. Ids are below
         `vocab_size`."""
-        self.grammar, self.end_tag, self._spelling_of = grammar, end_tag, spelling_of
+        self.grammar = grammar
+        self.end_tag = end_tag
+        self._spelling_of = spelling_of
         self.begin_token = begin_token
         """None once the first token has come."""
         self.end_token_ids = tuple(end_token_ids)

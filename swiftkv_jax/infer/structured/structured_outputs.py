@@ -126,7 +126,8 @@ class GrammarCompiler:
             raise UsageError(
                 "structured outputs need the package llguidance: pip install 'swiftkv-jax[serve]'"
             ) from None
-        self._source, self._vocab_size = tokenizer, vocab_size
+        self._source = tokenizer
+        self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         try:
             self._tokenizer = self.describe_tokenizer().make()
@@ -175,7 +176,9 @@ class GrammarMatcher:
     """`Matcher` of llguidance. Made by `GrammarCompiler`."""
 
     def __init__(self, matcher: LLMatcher, executor: Any, grammar: str):
-        self._matcher, self._executor, self.grammar = matcher, executor, grammar
+        self._matcher = matcher
+        self._executor = executor
+        self.grammar = grammar
         """`grammar` is in llguidance's own form."""
 
     @staticmethod

@@ -30,7 +30,8 @@ class TokenFilter:
         self._allowed = mask_of(self.allowed_token_ids, vocab_size)
         self.bad_words = tuple(tuple(word) for word in bad_words if word)
         self._longest = max(map(len, self.bad_words), default=1) - 1
-        self.grammar, self._last = grammar, ()
+        self.grammar = grammar
+        self._last = ()
         self._nothing = False
 
     @staticmethod

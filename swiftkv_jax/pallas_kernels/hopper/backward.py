@@ -117,7 +117,8 @@ def attention_grad(
     delta = jnp.einsum("BTNH,BTNH->BNT", out, d_out, preferred_element_type=jnp.float32)
     multiple = math.lcm(ROWS * tuning.dq_warpgroups, tuning.dkv_block_q)
     # An infinite lse makes P and so every contribution of a query past the end zero.
-    lse, delta = pad(lse * LOG2E, 2, multiple, value=jnp.inf), pad(delta, 2, multiple)
+    lse = pad(lse * LOG2E, 2, multiple, value=jnp.inf)
+    delta = pad(delta, 2, multiple)
     q, k, v, d_out = (pad(x, axis, 8) for x, axis in ((q, 1), (k, 2), (v, 2), (d_out, 1)))
     dq = gradient_of_q(q, k, v, segment_ids, d_out, lse, delta, tuning, window)
     dk, dv = gradient_of_kv(q, k, v, segment_ids, d_out, lse, delta, tuning, window)

@@ -32,7 +32,9 @@ def dkv(q, k, v, segment_ids, d_out, lse, delta, tuning, window):
     batch, length, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
-    block_q, stages, warpgroups = tuning.dkv_block_q, tuning.dkv_stages, tuning.dkv_warpgroups
+    block_q = tuning.dkv_block_q
+    stages = tuning.dkv_stages
+    warpgroups = tuning.dkv_warpgroups
     split = head_dim > 128  # dk and dv to different warpgroups
     owners = 1 if split else warpgroups  # parts of 64 keys
     tile_kv = ROWS * owners
@@ -87,7 +89,8 @@ def dkv(q, k, v, segment_ids, d_out, lse, delta, tuning, window):
 
             @pl.loop(start, stop)
             def _load(step):
-                stage, n = lax.rem(step, i32(stages)), h * group + lax.rem(step, i32(group))
+                stage = lax.rem(step, i32(stages))
+                n = h * group + lax.rem(step, i32(group))
                 rows = pl.ds(lax.div(step, i32(group)) * block_q, block_q)
                 for block, vector, block_smem, vector_smem, full, free in (
                     (q_gmem, lse_gmem, q_smem, lse_smem, q_full, q_free),
@@ -113,7 +116,8 @@ def dkv(q, k, v, segment_ids, d_out, lse, delta, tuning, window):
         def consume(owner, names):
             """Sum the gradients in `names` of part `owner` of the tile."""
             k_start = tile * tile_kv + owner * ROWS
-            rows, shape = pl.ds(k_start, ROWS), (ROWS, block_q)
+            rows = pl.ds(k_start, ROWS)
+            shape = (ROWS, block_q)
             row_ids = (
                 None
                 if ids_gmem is None

@@ -30,7 +30,9 @@ from .padding import pad
 def dq(q, k, v, segment_ids, d_out, lse, delta, tuning, window):
     batch, length, heads, head_dim = q.shape
     group = heads // k.shape[1]
-    block_kv, stages, warpgroups = tuning.dq_block_kv, tuning.dq_stages, tuning.dq_warpgroups
+    block_kv = tuning.dq_block_kv
+    stages = tuning.dq_stages
+    warpgroups = tuning.dq_warpgroups
     tile_q = ROWS * warpgroups
     tiles = pl.cdiv(length, tile_q)
     ids = None if segment_ids is None else pad(segment_ids, 1, math.lcm(tile_q, block_kv))
@@ -61,7 +63,9 @@ def dq(q, k, v, segment_ids, d_out, lse, delta, tuning, window):
         kv_free,
     ):
         tile = tiles - 1 - lax.axis_index("tile")
-        b, n, wg = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("wg")
+        b = lax.axis_index("batch")
+        n = lax.axis_index("head")
+        wg = lax.axis_index("wg")
         first, clear, end = (bounds_gmem[x, b, tile] for x in range(3))
 
         @pl.when(wg == warpgroups)
@@ -95,7 +99,8 @@ def dq(q, k, v, segment_ids, d_out, lse, delta, tuning, window):
         def _consumer():
             plgpu.set_max_registers(REGISTERS[warpgroups][1], action="increase")
             q_start = tile * tile_q + wg * ROWS
-            rows, shape = pl.ds(q_start, ROWS), (ROWS, block_kv)
+            rows = pl.ds(q_start, ROWS)
+            shape = (ROWS, block_kv)
             lse = plgpu.load(lse_gmem.at[b, n, rows], layout=ROW, optimized=False)
             delta = plgpu.load(delta_gmem.at[b, n, rows], layout=ROW, optimized=False)
             row_ids = (
@@ -107,7 +112,8 @@ def dq(q, k, v, segment_ids, d_out, lse, delta, tuning, window):
 
             def walk(dq_acc):
                 def block(j, masked):
-                    v_stage, k_stage = lax.rem(2 * j, i32(stages)), lax.rem(2 * j + 1, i32(stages))
+                    v_stage = lax.rem(2 * j, i32(stages))
+                    k_stage = lax.rem(2 * j + 1, i32(stages))
                     mask = (
                         functools.partial(
                             causal_mask,

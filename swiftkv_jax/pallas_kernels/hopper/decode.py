@@ -77,10 +77,17 @@ def attention(
     `work` is their `plan`. What no query sees may be anything finite. Without a page table, an S
     that is no multiple of 8 costs a padded copy of the cache.
     """
-    q, k, v, length = operands.q, operands.k, operands.v, operands.length
-    k_scale, v_scale, page_table = operands.k_scale, operands.v_scale, operands.page_table
+    q = operands.q
+    k = operands.k
+    v = operands.v
+    length = operands.length
+    k_scale = operands.k_scale
+    v_scale = operands.v_scale
+    page_table = operands.page_table
     B, T, N, H = q.shape
-    K, S, G = k.shape[1], k.shape[2], N // k.shape[1]
+    K = k.shape[1]
+    S = k.shape[2]
+    G = N // k.shape[1]
     tuning = fit(tuning, H, T * G, k.dtype.itemsize, None if page_table is None else S)
     if work is None:
         work = plan(operands, tuning=tuning, window=window)
@@ -100,8 +107,12 @@ def attention(
     rows = q.reshape(B, T, K, G, H).swapaxes(1, 2).reshape(B, K, T * G, H)
     rows = pad(rows, 2, 8)
 
-    W, C, wide = work.entries.shape[0], rows.shape[2], k_scale is not None
-    block_kv, slots, tile = tuning.block_kv, 2 * tuning.stages, tile_transforms(H, 2)
+    W = work.entries.shape[0]
+    C = rows.shape[2]
+    wide = k_scale is not None
+    block_kv = tuning.block_kv
+    slots = 2 * tuning.stages
+    tile = tile_transforms(H, 2)
     partial = (
         jax.ShapeDtypeStruct((W, K, H, C), jnp.float32),
         jax.ShapeDtypeStruct((W, K, C), jnp.float32),
@@ -202,7 +213,8 @@ def _kernel(
     def _load():
         @pl.loop(first, end)
         def _(i):
-            index, tile = row, i
+            index = row
+            tile = i
             if table_gmem is not None:  # read before the wait for a slot, which hides the latency
                 tiles_per_page = jnp.int32(k_gmem.shape[2] // block_kv)
                 index = table_gmem[row, lax.div(i, tiles_per_page)]
@@ -226,7 +238,8 @@ def _kernel(
         plgpu.copy_gmem_to_smem(q_gmem.at[row, head, pl.ds(0, C)], q_smem, q_full.at[0])
         plgpu.barrier_wait(q_full.at[0])
         # wgmma takes 64 rows at a time, keys or head dims.
-        keys, parts = [pl.ds(start, 64) for start in range(0, block_kv, 64)], head_dim_parts(H)
+        keys = [pl.ds(start, 64) for start in range(0, block_kv, 64)]
+        parts = head_dim_parts(H)
         chunks = [pl.ds(start, math.gcd(H, 64)) for start in range(0, H, math.gcd(H, 64))]
         key, query = (
             plgpu.broadcasted_iota(jnp.int32, (64, C), dimension, layout=_LAYOUT)
@@ -245,7 +258,8 @@ def _kernel(
             end = visible_end - start
             return key < end if window is None else (key < end) & (key >= end - window)
 
-        queries_smem, undo = q_smem, None
+        queries_smem = q_smem
+        undo = None
         if half_smem is not None:
             q = [q_smem.at[:, part].T[...].astype(jnp.float32) for part in parts]
             largest = functools.reduce(jnp.maximum, [jnp.abs(x).max(axis=0) for x in q])

@@ -74,8 +74,10 @@ def _kernel(
     out_smem,  # C H
 ):
     C, H = out_smem.shape
-    row, head = lax.axis_index("row"), lax.axis_index("head")
-    first, end = row_entries_gmem[row, 0], row_entries_gmem[row, 1]
+    row = lax.axis_index("row")
+    head = lax.axis_index("head")
+    first = row_entries_gmem[row, 0]
+    end = row_entries_gmem[row, 1]
 
     for turn, parts in enumerate(parts_together(H, C)):
         group = max(1, min(8, _HELD // (sum(part.size for part in parts) * C)))

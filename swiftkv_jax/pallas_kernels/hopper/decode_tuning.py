@@ -49,7 +49,8 @@ class Tuning:
 
 def unsupported_reason(spec: AttentionSpec, tuning: Tuning) -> str | None:
     """Why the kernel cannot run such a call; None if it can. Head dim and dtype are right."""
-    q, k = spec.q, spec.k
+    q = spec.q
+    k = spec.k
     (_, T, N, H), (K, page) = q.shape, k.shape[1:3]
     rows = T * (N // K)
     if rows > _ROWS:
@@ -74,10 +75,13 @@ def fit(tuning: Tuning, head_dim: int, rows: int, itemsize: int, page: int | Non
     many more stages, up to the 16 for which there are barriers. Raises `NotImplementedError` where
     two stages do not fit.
     """
-    columns, eight_bit = pl.cdiv(rows, 8) * 8, itemsize == 1
-    block_kv, stages = tuning.block_kv if columns <= 16 else 64, tuning.stages
+    columns = pl.cdiv(rows, 8) * 8
+    eight_bit = itemsize == 1
+    block_kv = tuning.block_kv if columns <= 16 else 64
+    stages = tuning.stages
     if page is not None and page % block_kv:
-        longest, block_kv = block_kv, max(b for b in range(64, block_kv, 64) if page % b == 0)
+        longest = block_kv
+        block_kv = max(b for b in range(64, block_kv, 64) if page % b == 0)
         stages *= longest // block_kv
     fixed = columns * ((2 + 2 * eight_bit) * head_dim + 2 * block_kv + 128)
     fixed += eight_bit * 2 * block_kv * head_dim

@@ -50,11 +50,13 @@ def block_product(
     outputs = weight.shape[2 if inputs == "first" else 1]
     if reason := unsupported_reason(depth, outputs, x.dtype):
         raise ImplementationError("hopper", f"of grouped products {reason}")
-    consumers, steps = rows // ROWS, depth // _DEPTH
+    consumers = rows // ROWS
+    steps = depth // _DEPTH
 
     def kernel(x_gmem, weight_gmem, group_gmem, used_gmem, out_gmem, *scratch):
         x_smem, weight_smem, out_smem, full, free = scratch
-        block, wg = lax.axis_index("block"), lax.axis_index("wg")
+        block = lax.axis_index("block")
+        wg = lax.axis_index("wg")
         columns = pl.ds(lax.axis_index("column") * COLUMNS, COLUMNS)
 
         def slot(step):

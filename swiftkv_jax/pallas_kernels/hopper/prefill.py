@@ -65,15 +65,22 @@ def attention(
     real query sees are not read. An S that is not a multiple of 8 costs a padded copy of k and v, a
     T only one of q.
     """
-    q, k, v = operands.q, operands.k, operands.v
-    page_table, segment_ids = operands.page_table, operands.segment_ids
+    q = operands.q
+    k = operands.k
+    v = operands.v
+    page_table = operands.page_table
+    segment_ids = operands.segment_ids
     batch, queries, heads, head_dim = q.shape
     tuning = fit(tuning, None if page_table is None else k.shape[2])
-    block_q, block_kv, stages = tuning.block_q, tuning.block_kv, tuning.stages
+    block_q = tuning.block_q
+    block_kv = tuning.block_kv
+    stages = tuning.stages
     tiles = pl.cdiv(queries, tile := CONSUMERS * block_q)
     # TMA addresses rows of 8 positions; boxes that stick out of the array read zeros there and
     # write nothing. The pages of a pool are multiples of 64: it is never padded.
-    q, k, v = pad(q, 1, 8), pad(k, 2, 8), pad(v, 2, 8)
+    q = pad(q, 1, 8)
+    k = pad(k, 2, 8)
+    v = pad(v, 2, 8)
     ids = first_visible = first_full = None
     if segment_ids is not None:
         ids = pad(segment_ids.astype(jnp.int32), 1, math.lcm(tile, block_kv), value=None)
@@ -88,7 +95,8 @@ def attention(
     ring = plgpu.SMEM((stages, block_kv, head_dim), q.dtype, transforms=transforms)
     lse = plgpu.SMEM((CONSUMERS, block_q), jnp.float32) if save_lse else None
     own = plgpu.Barrier(num_barriers=CONSUMERS)
-    ready, free = plgpu.Barrier(num_barriers=stages), _free_slots(tuning)
+    ready = plgpu.Barrier(num_barriers=stages)
+    free = _free_slots(tuning)
     grid = (tiles, batch, heads // CLUSTER if tuning.multicast else heads)
     # Whole tiles: a one-dimensional store is clipped at the end of the array, not of its row.
     lse_type = jax.ShapeDtypeStruct((batch, heads, tiles * tile), jnp.float32) if save_lse else None
@@ -160,8 +168,11 @@ def _kernel(
     grid: tuple[int, int, int],
     window: int | None,
 ):
-    block_q, block_kv, persistent = tuning.block_q, tuning.block_kv, tuning.persistent
-    head_dim, group = q_gmem.shape[3], q_gmem.shape[2] // k_gmem.shape[1]
+    block_q = tuning.block_q
+    block_kv = tuning.block_kv
+    persistent = tuning.persistent
+    head_dim = q_gmem.shape[3]
+    group = q_gmem.shape[2] // k_gmem.shape[1]
     scale = head_dim**-0.5 * _LOG2E  # of the scores as exponents of 2
     warpgroup = lax.axis_index("warpgroup")
     keys = Ring(k_gmem, k_smem, k_ready, k_free, tuning.stages)
@@ -215,7 +226,10 @@ def _kernel(
         return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, a, b))(_Accumulator.init(acc))
 
     def attend(tile: Tile, done):
-        batch, head, end, steps = tile.batch, tile.head, tile.end, tile.steps
+        batch = tile.batch
+        head = tile.head
+        end = tile.end
+        steps = tile.steps
         start = tile.start + warpgroup * block_q
         rows = pl.ds(start, block_q)
         q = q_smem.at[warpgroup]
@@ -294,7 +308,8 @@ def _kernel(
             def step(i, carry):
                 acc, p, m, total = carry
                 now = slot(i)
-                before, after = keys.before(now), keys.after(now)
+                before = keys.before(now)
+                after = keys.after(now)
                 pl.when(tuning.ping_pong)(lambda: plgpu.barrier_wait(turn.at[warpgroup]))
 
                 def overlapped(refs):
@@ -342,7 +357,8 @@ def _kernel(
             acc = product(acc, p, v_smem.at[last])
             plgpu.barrier_arrive(v_free.at[last])
             total = total.sum(axis=1)
-            out, lse = acc * spread(1.0 / total, head_dim), m * (1 / _LOG2E) + jnp.log(total)
+            out = acc * spread(1.0 / total, head_dim)
+            lse = m * (1 / _LOG2E) + jnp.log(total)
             valid = None
             if lengths_gmem is not None:  # read again: registers are short
                 start_of_row = 0 if offset_gmem is None else offset_gmem[batch]

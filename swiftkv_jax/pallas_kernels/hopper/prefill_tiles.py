@@ -96,8 +96,10 @@ def walk(
         return one
 
     def all_of_block(work):
-        block, blocks = lax.axis_index("block"), lax.axis_size("block")
-        heads, per_tile = jnp.int32(grid[2]), jnp.int32(grid[1] * grid[2])
+        block = lax.axis_index("block")
+        blocks = lax.axis_size("block")
+        heads = jnp.int32(grid[2])
+        per_tile = jnp.int32(grid[1] * grid[2])
 
         def one(turn, done):
             index = nth_tile(turn, block, blocks)
@@ -137,7 +139,8 @@ def tile_at(
     window: int | None,
 ) -> Tile:
     """The tile at a place in the grid."""
-    rows, block_kv = CONSUMERS * tuning.block_q, tuning.block_kv
+    rows = CONSUMERS * tuning.block_q
+    block_kv = tuning.block_kv
     if tuning.multicast:
         head = CLUSTER * head + lax.axis_index("rank")
     number = tiles - 1 - index
@@ -193,8 +196,10 @@ def load_keys_and_values(
     per_page = jnp.int32(keys.gmem.shape[2] // tile.block_kv)
 
     def copy(ring: Ring, i):
-        n, block = done + i, tile.end - 1 - i
-        rows, index = tile.keys(i), tile.batch
+        n = done + i
+        block = tile.end - 1 - i
+        rows = tile.keys(i)
+        index = tile.batch
         if table_gmem is not None:  # read before the wait for a slot, which hides the latency
             index = table_gmem[tile.batch, lax.div(block, per_page)]
             rows = pl.ds(lax.rem(block, per_page) * tile.block_kv, tile.block_kv)

@@ -44,13 +44,15 @@ class Tuning:
 
 def unsupported_reason(spec: AttentionSpec, tuning: Tuning) -> str | None:
     """Why the kernel cannot run such a call; None if it can. Head dim and dtype are right."""
-    q, k = spec.q, spec.k
+    q = spec.q
+    k = spec.k
     heads, head_dim = q.shape[2:]
     kv_heads, page = k.shape[1:3]
     if spec.page_table is not None and page % 64:
         return f"takes pages of a multiple of 64 positions, got {page} with {k.shape=}"
     tuning = fit(tuning, None if spec.page_table is None else page)
-    block_q, block_kv = tuning.block_q, tuning.block_kv
+    block_q = tuning.block_q
+    block_kv = tuning.block_kv
     if tuning.multicast and heads // kv_heads % CLUSTER:
         return (
             f"with multicast takes an even number of query heads to a key/value head, got "

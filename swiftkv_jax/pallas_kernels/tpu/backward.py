@@ -59,16 +59,22 @@ def attention_grad(
     batch, length, num_heads, head_dim = q.shape
     kv_heads = k.shape[1]
     heads, bq = tuning.rows(num_heads // kv_heads, length)
-    bkv, rows, group = tuning.block_kv, heads * bq, num_heads // heads // kv_heads
-    num_q, num_kv, parts = pl.cdiv(length, bq), pl.cdiv(length, bkv), num_heads // heads
+    bkv = tuning.block_kv
+    rows = heads * bq
+    group = num_heads // heads // kv_heads
+    num_q = pl.cdiv(length, bq)
+    num_kv = pl.cdiv(length, bkv)
+    parts = num_heads // heads
 
     # 1. The blocks that see each other.
     if segment_ids is None:
         i, j = (
             jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (batch, n)) for n in (num_q, num_kv)
         )
-        first_kv, end_kv = jnp.zeros_like(i), jnp.minimum(pl.cdiv((i + 1) * bq, bkv), num_kv)
-        first_q, end_q = j * bkv // bq, jnp.full_like(j, num_q)
+        first_kv = jnp.zeros_like(i)
+        end_kv = jnp.minimum(pl.cdiv((i + 1) * bq, bkv), num_kv)
+        first_q = j * bkv // bq
+        end_q = jnp.full_like(j, num_q)
         if window is not None:
             first_kv = jnp.maximum(i * bq - (window - 1), 0) // bkv
             end_q = jnp.minimum(pl.cdiv((j + 1) * bkv + window - 1, bq), num_q)
@@ -152,7 +158,8 @@ def attention_grad(
 
     # 4. The two passes. About half of the blocks lie in the future and are never read.
     schedule = make_schedule(first_kv, end_kv, num_kv)
-    grid, scratch = (parts, schedule.start[-1], 1), [(rows, LANES), (rows, LANES), (rows, head_dim)]
+    grid = (parts, schedule.start[-1], 1)
+    scratch = [(rows, LANES), (rows, LANES), (rows, head_dim)]
     elements = 3 * q.size + k.size * num_q * group
     (dq,) = run(
         _attention_dq,
@@ -167,7 +174,8 @@ def attention_grad(
     )
 
     schedule = make_schedule(first_q, end_q, num_q)
-    grid, scratch = (kv_heads, schedule.start[-1], group), [(bkv, head_dim), (bkv, head_dim)]
+    grid = (kv_heads, schedule.start[-1], group)
+    scratch = [(bkv, head_dim), (bkv, head_dim)]
     elements = 4 * k.size + q.size * num_kv
     dk, dv = run(
         _attention_dkv,
@@ -214,17 +222,23 @@ def _attention_dq(
     window: int | None,
 ):
     heads, bq, head_dim = q_ref.shape
-    rows, bkv = heads * bq, k_ref.shape[0]
+    rows = heads * bq
+    bkv = k_ref.shape[0]
     step = pl.program_id(1)
     task = task_ref[step]
-    row, i, j = task // num_q, task % num_q, first_ref[task] + step - start_ref[task]
-    query0, key0 = i * bq, j * bkv
+    row = task // num_q
+    i = task % num_q
+    j = first_ref[task] + step - start_ref[task]
+    query0 = i * bq
+    key0 = j * bkv
     key_first = None if window is None else query0 - (window - 1)
 
     def attend(c, masked):
         part = pl.ds(pl.multiple_of(c * chunk, chunk), chunk)
-        q, do = q_ref[...].reshape(rows, head_dim), do_ref[...].reshape(rows, head_dim)
-        k, v = k_ref[part, :], v_ref[part, :]
+        q = q_ref[...].reshape(rows, head_dim)
+        do = do_ref[...].reshape(rows, head_dim)
+        k = k_ref[part, :]
+        v = v_ref[part, :]
         if masked and length % bkv:
             k, v = (zero_past(x, length - key0 - c * chunk) for x in (k, v))
         scores = dot(q, k, transpose_b=True) * (head_dim**-0.5 * LOG2E)
@@ -312,15 +326,22 @@ def _attention_dkv(
 ):
     heads, bq, head_dim = q_ref.shape
     bkv = k_ref.shape[0]
-    step, part = pl.program_id(1), pl.program_id(2)
+    step = pl.program_id(1)
+    part = pl.program_id(2)
     task = task_ref[step]
-    row, j, i = task // num_kv, task % num_kv, first_ref[task] + step - start_ref[task]
-    query0, key0 = i * bq, j * bkv
+    row = task // num_kv
+    j = task % num_kv
+    i = first_ref[task] + step - start_ref[task]
+    query0 = i * bq
+    key0 = j * bkv
     key_first = None if window is None else query0 - (window - 1)
 
     def attend(head, c, masked):
         keys = pl.ds(pl.multiple_of(c * chunk, chunk), chunk)
-        q, do, k, v = q_ref[head], do_ref[head], k_ref[keys, :], v_ref[keys, :]
+        q = q_ref[head]
+        do = do_ref[head]
+        k = k_ref[keys, :]
+        v = v_ref[keys, :]
         if masked and length % bq:
             q, do = (zero_past(x, length - query0) for x in (q, do))
         scores = dot(k, q, transpose_b=True) * (head_dim**-0.5 * LOG2E)  # chunk block_q

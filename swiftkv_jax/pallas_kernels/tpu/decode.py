@@ -56,7 +56,9 @@ def attention(
     """Attention of these operands, with `window` of each query to the last so many positions; with
     `return_lse` also the logarithm of each query's sum of exponentials, -inf where it sees nothing.
     """
-    q, k, page_table = operands.q, operands.k, operands.page_table
+    q = operands.q
+    k = operands.k
+    page_table = operands.page_table
     batch, queries, heads, head_dim = q.shape
     all_kv_heads, page = k.shape[1:3]
     kv = k, operands.v
@@ -177,9 +179,11 @@ def _kernel(
     window,
 ):
     rows, kv_heads, tile, head_dim = q_ref.shape
-    buffers, page = kv_buffers[0].shape[0], kv_refs[0].shape[3 if positions_minor else 2]
+    buffers = kv_buffers[0].shape[0]
+    page = kv_refs[0].shape[3 if positions_minor else 2]
     block_chunks = block_kv // CHUNK
-    head_group, first_row = pl.program_id(0), pl.program_id(1) * rows
+    head_group = pl.program_id(0)
+    first_row = pl.program_id(1) * rows
     heads = pl.ds(head_group * kv_heads, kv_heads)
     unshift = 2.0**FLOAT8_SHIFT if kv_refs[0].dtype == jnp.float8_e4m3fn else 1.0
     factor = unshift * head_dim**-0.5 * math.log2(math.e)
@@ -216,7 +220,8 @@ def _kernel(
     def copies(row, block, slot, first, chunks):
         """The copies of so many chunks, the first `first` within their block, into the ring: of a
         pool, a page at a time."""
-        ends, step = [], chunks if table_ref is None else min(chunks, page // CHUNK)
+        ends = []
+        step = chunks if table_ref is None else min(chunks, page // CHUNK)
         begin = None if window is None else chunk_of(row, block)
         for part in range(0, chunks, step):
             source = row
@@ -245,7 +250,8 @@ def _kernel(
     def start_copy(slot):
         """Start to fill `slot` with the block under the cursor, and move the cursor on. Past the
         last block: nothing."""
-        row, block = cursor[0], cursor[1]
+        row = cursor[0]
+        block = cursor[1]
 
         @pl.when(row < batch)
         def _():
@@ -331,7 +337,8 @@ def _kernel(
         chunks = pl.cdiv(length, CHUNK)
         if window is not None:
             chunks -= chunk_of(row, 0)
-        full, rest = lax.div(chunks, block_chunks), lax.rem(chunks, block_chunks)
+        full = lax.div(chunks, block_chunks)
+        rest = lax.rem(chunks, block_chunks)
         carry = lax.fori_loop(0, full, whole_block, carry)
 
         # 3. The rest of the row: the powers of two, in chunks, that add up to it. The semaphore is

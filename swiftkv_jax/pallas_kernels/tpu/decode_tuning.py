@@ -51,11 +51,13 @@ class Tuning:
 
 def unsupported_reason(spec: AttentionSpec, tuning: Tuning) -> str | None:
     """Why the kernel cannot run such a call; None if it can. Head dim and dtype are right."""
-    q, k = spec.q, spec.k
+    q = spec.q
+    k = spec.k
     (batch, queries, heads, head_dim), (all_kv_heads, page) = q.shape, k.shape[1:3]
     if spec.page_table is not None and page % CHUNK:
         return f"takes pages of a multiple of {CHUNK} positions, got {page} with {k.shape=}"
-    page, itemsize = pl.cdiv(page, CHUNK) * CHUNK, k.dtype.itemsize
+    page = pl.cdiv(page, CHUNK) * CHUNK
+    itemsize = k.dtype.itemsize
     pages = None if spec.page_table is None else spec.page_table.shape[1]
     block_kv, kv_heads = tuning.block(all_kv_heads, page, pages, head_dim, itemsize)
     # The ring, and two buffers each of queries and outputs; those are bfloat16 but for float32

@@ -126,22 +126,31 @@ def attention(
     """Attention of these operands, with `window` of each query to the last so many positions; with
     `save_lse` also the logarithm of each softmax's denominator, +inf where a query sees nothing.
     """
-    q, k, v = operands.q, operands.k, operands.v
-    offset, lengths, kv_lengths = operands.q_offset, operands.lengths, operands.kv_lengths
-    page_table, segment_ids = operands.page_table, operands.segment_ids
+    q = operands.q
+    k = operands.k
+    v = operands.v
+    offset = operands.q_offset
+    lengths = operands.lengths
+    kv_lengths = operands.kv_lengths
+    page_table = operands.page_table
+    segment_ids = operands.segment_ids
     batch, queries, num_heads, head_dim = q.shape
     offset = jnp.zeros(batch, jnp.int32) if offset is None else offset
     lengths = jnp.full(batch, queries, jnp.int32) if lengths is None else lengths
     kv_heads, keys = k.shape[1:3]
     positions_minor = page_table is not None and head_dim % LANES != 0
     if page_table is not None:
-        page, keys = keys, keys * page_table.shape[1]
+        page = keys
+        keys = keys * page_table.shape[1]
         tuning = fit(tuning, page, page_table.shape[1])
         if positions_minor:  # XLA stores such heads so, unpadded: this moves nothing
-            k, v = k.swapaxes(2, 3), v.swapaxes(2, 3)
+            k = k.swapaxes(2, 3)
+            v = v.swapaxes(2, 3)
     bkv = tuning.block_kv
     heads, bq = tuning.rows(num_heads // kv_heads, queries)
-    num_q, num_kv, parts = pl.cdiv(queries, bq), pl.cdiv(keys, bkv), num_heads // heads
+    num_q = pl.cdiv(queries, bq)
+    num_kv = pl.cdiv(keys, bkv)
+    parts = num_heads // heads
 
     # 1. Which key blocks each query block sees.
     query0 = bq * jnp.arange(num_q, dtype=jnp.int32)
@@ -153,8 +162,10 @@ def attention(
     q_id = kv_id = None
     if segment_ids is not None:
         first, document_end = visible_kv_blocks(segment_ids, bq, bkv, window)
-        q_id, kv_id = only_id(segment_ids, bq, MIXED_Q), only_id(segment_ids, bkv, MIXED_KV)
-        end, segment_ids = jnp.minimum(end, document_end), segment_ids[:, None]
+        q_id = only_id(segment_ids, bq, MIXED_Q)
+        kv_id = only_id(segment_ids, bkv, MIXED_KV)
+        end = jnp.minimum(end, document_end)
+        segment_ids = segment_ids[:, None]
     schedule = make_schedule(first, jnp.where(query0 < lengths[:, None], end, 0), num_kv)
 
     # 2. What each grid step reads and writes.
@@ -265,10 +276,15 @@ def _kernel(
 ):
     heads, bq, head_dim = q_ref.shape
     size = k_refs[0].shape[1 if positions_minor else 0]
-    rows, bkv = heads * bq, size * len(k_refs)
+    rows = heads * bq
+    bkv = size * len(k_refs)
     task = task_ref[step := pl.program_id(1)]
-    row, i, j = task // num_q, task % num_q, first_ref[task] + step - start_ref[task]
-    query0, key0, length = offset_ref[row] + i * bq, j * bkv, lengths_ref[row]
+    row = task // num_q
+    i = task % num_q
+    j = first_ref[task] + step - start_ref[task]
+    query0 = offset_ref[row] + i * bq
+    key0 = j * bkv
+    length = lengths_ref[row]
     # One past the last key that a query of this block sees.
     key_end = offset_ref[row] + jnp.minimum((i + 1) * bq, length)
     kv_length = None if kv_lengths_ref is None else kv_lengths_ref[row]
@@ -282,7 +298,8 @@ def _kernel(
         q = q_ref[...].reshape(rows, head_dim)
         if len(k_refs) == 1:
             here = (slice(None), part) if positions_minor else (part, slice(None))
-            k, v = [k_refs[0][here]], [v_refs[0][here]]
+            k = [k_refs[0][here]]
+            v = [v_refs[0][here]]
         else:  # c is static: the chunk is whole pages
             k, v = (
                 [ref[...] for ref in refs[c * chunk // size : (c + 1) * chunk // size]]

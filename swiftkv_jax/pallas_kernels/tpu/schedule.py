@@ -57,14 +57,17 @@ class Tuning:
 
 def unsupported_reason(spec: AttentionSpec, tuning: Tuning) -> str | None:
     """Why the prefill kernel cannot run such a call; None if it can."""
-    q, k = spec.q, spec.k
+    q = spec.q
+    k = spec.k
     (batch, queries, heads, _), (kv_heads, keys) = q.shape, k.shape[1:3]
     entries = 0
     if spec.page_table is not None:
         if keys % LANES:
             return f"takes pages of a multiple of {LANES} positions, got {keys} with {k.shape=}"
-        pages, entries = spec.page_table.shape[1], spec.page_table.size
-        tuning, keys = fit(tuning, keys, pages), keys * pages
+        pages = spec.page_table.shape[1]
+        entries = spec.page_table.size
+        tuning = fit(tuning, keys, pages)
+        keys = keys * pages
     block_q = tuning.rows(heads // kv_heads, queries)[1]
     reason = schedule_unsupported_reason(
         batch * pl.cdiv(queries, block_q), pl.cdiv(keys, tuning.block_kv), entries
@@ -89,7 +92,8 @@ def schedule_unsupported_reason(
 def fit(tuning: Tuning, page: int, pages: int) -> Tuning:
     """`tuning` for rows of `pages` pages of `page` positions each: a block of keys is as many whole
     pages as fit, or an even part of a large one."""
-    fetched, multiplied = tuning.block_kv, tuning.block_kv_compute
+    fetched = tuning.block_kv
+    multiplied = tuning.block_kv_compute
     if page > multiplied:
         fetched = _largest_part(page, fetched)
         multiplied = _largest_part(fetched, multiplied)
@@ -172,7 +176,8 @@ def paged_specs(
 ):
     """(block specs that look up their pages, the page table as the last of the scalars): one spec
     for each page of a block of keys."""
-    num_pages, page = pool[0], pool[3 if positions_minor else 2]
+    num_pages = pool[0]
+    page = pool[3 if positions_minor else 2]
     size = min(page, block_kv)
     each, parts = block_kv // size, page // size  # pages a block, blocks a page: one of them is 1
     # Entries of an idle row and beyond the last key may be anything: their pages are fetched at

@@ -18,7 +18,8 @@ LOWEST = -9999.0
 
 
 def usage(generation: Generation) -> dict[str, Any]:
-    prompt, completion = generation.num_prompt_tokens, generation.num_tokens
+    prompt = generation.num_prompt_tokens
+    completion = generation.num_tokens
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -52,7 +53,9 @@ class CompletionLogprobs:
 
     def __init__(self, spellings: TokenSpellings, *, with_special: bool):
         """`with_special` is whether the text has special tokens."""
-        self._spellings, self._with_special, self._offset = spellings, with_special, 0
+        self._spellings = spellings
+        self._with_special = with_special
+        self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def of(
@@ -61,7 +64,8 @@ class CompletionLogprobs:
         """Lists for the next tokens; None is an entry for a token that nothing predicts. `text` is
         that of a prompt, which has the special tokens that it spells."""
         spellings = [self._spellings[token] for token in token_ids]
-        tokens, offsets = [spelling.text for spelling in spellings], []
+        tokens = [spelling.text for spelling in spellings]
+        offsets = []
         for spelling in spellings:
             offsets.append(self._offset)
             shown = not spelling.is_special or self._with_special
@@ -138,7 +142,8 @@ class Writer:
         with_logprobs: bool,
         with_token_ids: bool,
     ):
-        self._spellings, self.with_logprobs = spellings, with_logprobs
+        self._spellings = spellings
+        self.with_logprobs = with_logprobs
         self._with_token_ids = with_token_ids
         self._head = {"id": f"{self.prefix}-{request_id}", "created": created, "model": model}
         self._fingerprint = fingerprint
@@ -192,7 +197,9 @@ class Writer:
 
 
 class ChatWriter(Writer):
-    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    prefix = "chatcmpl"
 
     def whole(self, generation: Generation) -> dict[str, Any]:
         extra: dict[str, Any] = {"service_tier": None}
@@ -233,7 +240,8 @@ class ChatWriter(Writer):
 
 def _message(delta: TextDelta) -> dict[str, Any]:
     """A whole answer. Its content is null where it only reasons or calls."""
-    calls, reasoning = _tool_calls(delta), delta.reasoning
+    calls = _tool_calls(delta)
+    reasoning = delta.reasoning
     for call in calls:
         del call["index"]
     content = delta.text if delta.text or not (calls or reasoning) else None
@@ -267,7 +275,9 @@ def _tool_calls(delta: TextDelta) -> list[dict[str, Any]]:
 
 
 class CompletionWriter(Writer):
-    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
+    kind = "text_completion"
+    chunk_kind = "text_completion"
+    prefix = "cmpl"
 
     def __init__(
         self,
@@ -283,7 +293,9 @@ class CompletionWriter(Writer):
         tokens."""
         super().__init__(*args, **fields)
         self._num_logprobs = num_logprobs
-        self._echo, self._prompt_texts, self._with_special = echo, prompt_texts, with_special
+        self._echo = echo
+        self._prompt_texts = prompt_texts
+        self._with_special = with_special
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self.generates = True
         """False if nothing but the prompts is asked for."""
@@ -322,8 +334,10 @@ class CompletionWriter(Writer):
         return self._lists(index).of(ids, [None, *logprobs], text)
 
     def _choice(self, part: EngineRequest, choice: Choice) -> dict[str, Any]:
-        delta, number = choice.take(), choice.index // max(len(part.choices), 1)
-        text, logprobs = delta.text, None
+        delta = choice.take()
+        number = choice.index // max(len(part.choices), 1)
+        text = delta.text
+        logprobs = None
         if self.with_logprobs:
             before = None
             if self._echo:

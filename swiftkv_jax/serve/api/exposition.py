@@ -66,7 +66,8 @@ class _Collector:
     """A collector of prometheus_client."""
 
     def __init__(self, service: Service):
-        self._service, self._values = service, (service.model_name, "0")
+        self._service = service
+        self._values = (service.model_name, "0")
 
     def describe(self) -> list[Any]:
         """Return nothing, so that registering does not collect."""
@@ -82,11 +83,14 @@ class _Collector:
 
     def _of_engine(self) -> Iterator[Metric]:
         """Yield the engine's metrics; none before there is an engine."""
-        service, engine = self._service, self._service.engine
+        service = self._service
+        engine = self._service.engine
         if engine is None or service.admission is None:
             return
         snapshot = engine.snapshot
-        load, stats, prefix = snapshot.load, snapshot.stats, snapshot.prefix
+        load = snapshot.load
+        stats = snapshot.stats
+        prefix = snapshot.prefix
         running = load.num_running + load.num_prefilling
         text = "Sequences that decode, and requests in prefill."
         yield self._gauge("vllm:num_requests_running", text, running)

@@ -75,7 +75,8 @@ def salt_of(app: App, exchange: HTTPExchange, cache_salt: str | None) -> str:
 async def _completion(
     app: App, exchange: HTTPExchange, body: CompletionBody, reservation: Reservation
 ) -> tuple[Generation, Writer]:
-    texts, salt = body.prompts(), salt_of(app, exchange, body.cache_salt)
+    texts = body.prompts()
+    salt = salt_of(app, exchange, body.cache_salt)
     wanted = prompt_logprobs(body, scoring=app.scoring)
     scores = bool(body.echo) and body.logprobs is not None
     if scores and not app.scoring:
@@ -124,8 +125,10 @@ async def _completion(
         prompt_texts=prompt_texts,
         with_special=body.skip_special_tokens is False,
     )
-    writer.scored, writer.prompt_logprobs = scored, wanted
-    writer.generates, writer.num_samples = generates, params.n
+    writer.scored = scored
+    writer.prompt_logprobs = wanted
+    writer.generates = generates
+    writer.num_samples = params.n
     return Generation(prompts, parts, reservation, exchange.arrival), writer
 
 
@@ -138,7 +141,8 @@ async def _chat(
         with_logprobs=params.logprobs is not None,
         with_token_ids=bool(body.return_token_ids),
     )
-    writer.scored, writer.prompt_logprobs = generation.parts, body.prompt_logprobs
+    writer.scored = generation.parts
+    writer.prompt_logprobs = body.prompt_logprobs
     return generation, writer
 
 
@@ -149,7 +153,8 @@ async def chat_generation(
     they are asked for. Raises `APIError`."""
     wanted = prompt_logprobs(body, scoring=app.scoring)
     form = await app.form_of(body, app.tool_format, exchange.num_bytes_in)
-    salt, start = salt_of(app, exchange, body.cache_salt), time.perf_counter()
+    salt = salt_of(app, exchange, body.cache_salt)
+    start = time.perf_counter()
     prompt = await app.encode_chat(body, salt, exchange.num_bytes_in)
     app.service.metrics.tokenize.observe(time.perf_counter() - start)
     params = _params(app, body, [prompt])
@@ -202,7 +207,9 @@ async def _parts(
 ) -> list[EngineRequest]:
     """Make the engine requests of `prompts`. A prompt with a client's seed gets the answer that it
     gets alone. `start` is where the answers start."""
-    parts, matcher, tokenizer = [], await app.compile_grammar(form), app.tokenizer
+    parts = []
+    matcher = await app.compile_grammar(form)
+    tokenizer = app.tokenizer
     if app.reasoning is not None and matcher is not None:
         if (reasoned := app.reasoning.before(matcher, start)) is None:
             start = "over"
@@ -261,7 +268,8 @@ async def _answer(
     extra = {"metrics": request_metrics(generation)} if app.options.request_metrics else {}
     # Log-probabilities take microseconds for each token, and there may be many.
     if writer.with_logprobs or writer.prompt_logprobs is not None:
-        work, length = functools.partial(writer.whole, generation), generation.num_prompt_tokens
+        work = functools.partial(writer.whole, generation)
+        length = generation.num_prompt_tokens
         whole = await app.encoder.in_thread(work, length + generation.num_tokens)
     else:
         whole = writer.whole(generation)
@@ -280,14 +288,16 @@ async def _stream(
     wanted = body.stream_options
     each_usage = bool(wanted and wanted.continuous_usage_stats)
     last_usage = bool(wanted and wanted.include_usage)
-    begun, ended = set[int](), set[int]()
+    begun = set[int]()
+    ended = set[int]()
     num_choices = sum(len(part.choices) for part in generation.parts)
     async for _ in changes(exchange, generation, silence=app.options.sse_keep_alive):
         fields = {"usage": writer.usage(generation)} if each_usage else {}
         if last_usage and not each_usage:
             fields = {"usage": None}
         events: list[bytes] = []
-        done, last = generation.is_done, {}
+        done = generation.is_done
+        last = {}
         if done and app.options.request_metrics:
             last = {"metrics": request_metrics(generation)}
         for part in generation.parts:
@@ -315,7 +325,9 @@ async def _stream(
 def request_metrics(generation: Generation) -> dict[str, float | None]:
     """The times of a request that has ended, under vLLM's names; null for one that ran nothing. As
     in vLLM, the time to the first token is that after the queue."""
-    started, first, last = generation.started, generation.first_token, generation.last_token
+    started = generation.started
+    first = generation.first_token
+    last = generation.last_token
     tokens = generation.num_tokens
     longest = max((choice.num_tokens for choice in generation.choices), default=0)
     found: dict[str, float | None] = {
@@ -331,7 +343,8 @@ def request_metrics(generation: Generation) -> dict[str, float | None]:
 
 def server_timing(generation: Generation, *, whole: bool = True) -> str:
     """The times of a request in milliseconds (W3C Server-Timing)."""
-    arrival, first = generation.arrival, generation.first_token
+    arrival = generation.arrival
+    first = generation.first_token
     started = generation.started or arrival
     times = {"queue": started - arrival, "ttft": max(first - arrival, 0.0)}
     if whole:

@@ -55,7 +55,9 @@ def error_body(error: APIError, request_id: str) -> dict[str, Any]:
 def _too_long(error: PromptTooLong) -> str:
     """Anthropic's words for it. Claude Code reads the numbers: after the second text it asks for
     fewer tokens, after the first it shortens the conversation."""
-    prompt, new, limit = error.prompt_tokens, error.new_tokens, error.limit
+    prompt = error.prompt_tokens
+    new = error.new_tokens
+    limit = error.limit
     if not new or prompt > limit:
         bound = "at least " if error.at_least else ""
         return f"prompt is too long: {bound}{prompt} tokens > {limit} maximum"

@@ -197,7 +197,9 @@ def chat_body(
     if isinstance(body, MessagesBody):
         chat.max_tokens = body.max_tokens
         chat.stop = body.stop_sequences or None
-        chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
+        chat.temperature = body.temperature
+        chat.top_p = body.top_p
+        chat.top_k = body.top_k
     return chat, places
 
 
@@ -210,7 +212,8 @@ def _calls(message: InputMessage) -> bool:
 def _messages_of(message: InputMessage, at: str, *, is_new: bool) -> list[Message]:
     """The messages of a chat that stand for one of this API: each result of a tool is one of its
     own. `is_new` is whether the user says it now (`media`). Raises `APIError`."""
-    role, content = message.role, message.content
+    role = message.role
+    content = message.content
     if isinstance(content, str):
         return [Message(role=role, content=content)]
     found: list[Message] = []
@@ -330,7 +333,8 @@ def offered(tools: Sequence[dict[str, Any]] | None, *, ignore_unknown: bool) -> 
     """The functions of `tools`. `ignore_unknown` is that of `decode`. Raises `APIError`."""
     found = OfferedTools()
     for number, tool in enumerate(tools or ()):
-        kind, at = tool.get("type"), f"tools[{number}]"
+        kind = tool.get("type")
+        at = f"tools[{number}]"
         if isinstance(kind, str) and _HOSTED.fullmatch(kind):
             found.ignored.append(at)
             continue

@@ -120,7 +120,8 @@ class ResponseWriter(PartWriter):
         status = "incomplete" if is_cut else "completed"
         events = b"" if self._parts else self._open_part(self._text_part("text"))
         events += self._close(status)
-        prompt, new = generation.num_prompt_tokens, generation.num_tokens
+        prompt = generation.num_prompt_tokens
+        new = generation.num_tokens
         self.answer |= {
             "status": status,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,

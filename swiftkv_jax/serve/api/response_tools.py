@@ -31,7 +31,8 @@ def chat_choice(choice: Any, tools: OfferedTools) -> ToolChoice | None:
         return choice
     allowed = []
     for number, tool in enumerate(choice.tools):
-        kind, at = tool.get("type"), f"tool_choice.tools[{number}]"
+        kind = tool.get("type")
+        at = f"tool_choice.tools[{number}]"
         if isinstance(kind, str) and _HOSTED.fullmatch(kind):
             continue
         if kind != "function":
@@ -93,7 +94,8 @@ def _add(
         raise unsupported(f"{at}.type", message)
     one, ignored = convert(FunctionTool, tool, at, ignore_unknown=ignore_unknown)
     found.ignored += ignored
-    name, description = one.name, one.description
+    name = one.name
+    description = one.description
     if group is not None:
         name = shown_name(group.name, one.name)
         if group.description and group.tools[0] is tool:  # once: it may be long

@@ -132,7 +132,8 @@ def _echo(body: ResponsesBody) -> dict[str, Any]:
 def chat_body(body: ResponsesBody, tools: OfferedTools | None = None) -> tuple[ChatBody, list[str]]:
     """(the chat that a body asks for, where each of its messages comes from). `tools` are those of
     the body. Raises `APIError`."""
-    items, tools = body.input, tools or OfferedTools()
+    items = body.input
+    tools = tools or OfferedTools()
     if isinstance(items, str):
         items = [InputItem(role="user", content=items)]
     if not 1 <= len(items) <= MAX_MESSAGES:
@@ -174,7 +175,8 @@ def _messages(items: list[InputItem]) -> tuple[list[Message], list[str]]:
             if (getattr(item, name) is None) == (name in fields):
                 needs = "needs" if name in fields else "has no"
                 raise invalid(f"{at}.{name}", f"an item of type {item.type!r} {needs} `{name}`")
-        reasoned, reasons = reasons, False
+        reasoned = reasons
+        reasons = False
         if item.type == "function_call":
             name = shown_name(item.namespace, item.name or "")
             function = FunctionCall(name=name, arguments=item.arguments or "")
@@ -194,7 +196,8 @@ def _messages(items: list[InputItem]) -> tuple[list[Message], list[str]]:
             calls = None
             if not (text := _reasoning_text(item)):
                 continue
-            message, reasons = Message(role="assistant", reasoning=text), True
+            message = Message(role="assistant", reasoning=text)
+            reasons = True
         elif reasoned and item.role == "assistant":
             messages[-1].content, places[-1] = item.content, at
             continue

@@ -96,7 +96,10 @@ class Endpoint:
     """A handler as an ASGI application."""
 
     def __init__(self, app: App, route: str, handler: Handler, public: bool):
-        self._app, self._route, self._handler, self._public = app, route, handler, public
+        self._app = app
+        self._route = route
+        self._handler = handler
+        self._public = public
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
@@ -177,7 +180,8 @@ class Endpoint:
 
 async def refuse(app: App, exchange: HTTPExchange) -> None:
     """Answer a path that no route has with 404, and a method that its route lacks with 405."""
-    error, path = exchange.scope["refusal"], exchange.scope["path"]
+    error = exchange.scope["refusal"]
+    path = exchange.scope["path"]
     if error.status_code == 405:
         message = f"{exchange.method} is not possible here"
         raise APIError(405, "method_not_allowed", message, headers=dict(error.headers or {}))

@@ -160,7 +160,8 @@ async def changes(
                 raise generation.error
             if timer is not None and timer.take():
                 await exchange.send_events(KEEP_ALIVE)
-            done, sent = generation.is_done, exchange.num_bytes_out
+            done = generation.is_done
+            sent = exchange.num_bytes_out
             yield
             if timer is not None and exchange.num_bytes_out > sent:
                 timer.restart()
@@ -174,8 +175,10 @@ class _SilenceTimer:
     costs nothing: the one timer that runs looks at the time of the last."""
 
     def __init__(self, event: asyncio.Event, seconds: float):
-        self._event, self._seconds = event, seconds
-        self._loop, self._has_ended = asyncio.get_running_loop(), False
+        self._event = event
+        self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        self._has_ended = False
         self._start = self._loop.time()
         self._handle = self._loop.call_later(seconds, self._check)
 
@@ -184,7 +187,8 @@ class _SilenceTimer:
 
     def take(self) -> bool:
         """Return whether the time has ended since the last call."""
-        found, self._has_ended = self._has_ended, False
+        found = self._has_ended
+        self._has_ended = False
         return found
 
     def cancel(self) -> None:

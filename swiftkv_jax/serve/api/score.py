@@ -46,7 +46,8 @@ async def _send(
     app: App, exchange: HTTPExchange, body: ScoreBody, generation: Generation, _: None
 ) -> None:
     await until_done(exchange, generation)
-    work, length = functools.partial(_answer, app, body, generation), generation.num_prompt_tokens
+    work = functools.partial(_answer, app, body, generation)
+    length = generation.num_prompt_tokens
     await exchange.send_json(200, await app.encoder.in_thread(work, length))
 
 

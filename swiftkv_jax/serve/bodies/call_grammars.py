@@ -41,10 +41,12 @@ def calls_grammar(schemas: Mapping[str, Any], tool_format: ToolFormat, *, single
             call = f"{opened} {BREAK} {call} {BREAK} {closed}"
         rules += [f"call{number}: {call}", f"arguments{number}: %json {json_options(schema)}"]
     if tool_format.name == "hermes":
-        begin, between = "", BREAK
+        begin = ""
+        between = BREAK
     else:
         tag = tool_format.token_ids.get("<|python_tag|>")
-        begin, between = "" if tag is None else f"<[{tag}]>?", '"; "'
+        begin = "" if tag is None else f"<[{tag}]>?"
+        between = '"; "'
     start = f"start: {begin} call" if single else f"start: {begin} call ({between} call)*"
     return "\n".join([start, *rules])
 
@@ -62,7 +64,8 @@ def _xml_calls_grammar(schemas: Mapping[str, Any], tool_format: ToolFormat, *, s
     """A grammar of one call, or of several, whose arguments come in the order of the schema. Raises
     `UsageError` for schemas that are not of named parameters."""
     rules = [f"call: {' | '.join(f'call{number}' for number in range(len(schemas)))}"]
-    opened, closed = _marker(OPEN, tool_format), _marker(CLOSE, tool_format)
+    opened = _marker(OPEN, tool_format)
+    closed = _marker(CLOSE, tool_format)
     for number, (name, schema) in enumerate(schemas.items()):
         call = [opened, json.dumps(f"\n{FUNCTION}{name}>\n")]
         for argument, is_required in _arguments(name, schema):
@@ -137,7 +140,8 @@ def _text(schema: Mapping[str, Any]) -> str:
     """The expression of a text that a schema allows."""
     from llguidance import regex_to_lark  # type: ignore[attr-defined]
 
-    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    least = schema.get("minLength", 0)
+    most = schema.get("maxLength", "")
     if type(least) is not int or (most != "" and type(most) is not int):
         raise UsageError("`minLength` and `maxLength` in a schema must be whole numbers")
     length = f".{{{least},{most}}}" if least or most != "" else ".*"
@@ -161,7 +165,9 @@ def _text(schema: Mapping[str, Any]) -> str:
 
 def _has_alternatives(pattern: str) -> bool:
     """Return whether a `|` stands outside of all groups."""
-    rest, inner = "", re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "", pattern, flags=re.DOTALL)
+    rest = ""
+    inner = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "", pattern, flags=re.DOTALL)
     while rest != inner:
-        rest, inner = inner, re.sub(r"\([^()]*\)", "", inner)
+        rest = inner
+        inner = re.sub(r"\([^()]*\)", "", inner)
     return "|" in rest

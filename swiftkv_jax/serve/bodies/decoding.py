@@ -132,7 +132,8 @@ def _drop_unknown(
     elif isinstance(kind, inspect.StructType) and isinstance(value, dict):
         if kind.tag_field is not None and value.get(kind.tag_field) != kind.tag:
             return []  # of a union another one is meant
-        prefix, known = f"{at}." if at else "", {one.encode_name: one.type for one in kind.fields}
+        prefix = f"{at}." if at else ""
+        known = {one.encode_name: one.type for one in kind.fields}
         dropped = [
             name
             for name, one in value.items()

@@ -64,7 +64,8 @@ def form_of(body: Sampling, tool_format: ToolFormat | None) -> Form:
         if choice not in (None, "none", "auto"):
             raise invalid("tool_choice", "`tool_choice` needs `tools`")
         return Form(grammar, param)
-    tools, choice = _check_tools(body, tool_format), body.tool_choice or "auto"
+    tools = _check_tools(body, tool_format)
+    choice = body.tool_choice or "auto"
     if choice == "none":
         return Form(grammar, param)
     if isinstance(choice, AllowedToolsChoice):
@@ -116,7 +117,8 @@ def _check_is_tool(name: str, tools: Mapping[str, Any]) -> None:
 
 def _structured(body: Sampling) -> tuple[str | None, str]:
     """(grammar of `response_format` or `structured_outputs`, name of the field)."""
-    response, wanted = body.response_format, body.structured_outputs
+    response = body.response_format
+    wanted = body.structured_outputs
     if response is not None and response.type != "json_schema" and response.json_schema:
         raise invalid(
             "response_format.json_schema", f"`json_schema` does not go with {response.type!r}"
@@ -162,7 +164,9 @@ def _check_tools(body: ChatBody, tool_format: ToolFormat | None) -> dict[str, Ma
     check_takes_tools(tools, tool_format)
     found: dict[str, Mapping[str, Any]] = {}
     for number, tool in enumerate(tools):
-        param, name, schema = f"tools[{number}].function", tool.function.name, NO_ARGUMENTS
+        param = f"tools[{number}].function"
+        name = tool.function.name
+        schema = NO_ARGUMENTS
         if name in found:
             raise invalid(f"{param}.name", f"two tools are called {name!r}")
         if tool.function.parameters is not None:

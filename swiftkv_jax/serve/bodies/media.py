@@ -43,7 +43,8 @@ def first_said_now(turns: Iterable[tuple[bool, bool]]) -> int:
     called = False
     for number, (is_answer, calls) in enumerate(turns, start=1):
         if is_answer:
-            first, called = number, calls
+            first = number
+            called = calls
     return number if called else first
 
 

@@ -72,7 +72,8 @@ def refuse_fields(body: Body) -> None:
 
 def truncation_of(body: ChatBody | CompletionBody, max_model_len: int) -> Truncation | None:
     """Return how the prompts of a body are shortened; None leaves them whole. Raises `APIError`."""
-    limit, side = body.truncate_prompt_tokens, body.truncation_side
+    limit = body.truncate_prompt_tokens
+    side = body.truncation_side
     if limit is None:
         if side is not None:
             raise invalid("truncation_side", "`truncation_side` needs `truncate_prompt_tokens`")
@@ -110,7 +111,8 @@ def sampling_params(
     given: dict[str, Any] = {
         name: value for name in _AS_GIVEN if (value := getattr(body, name)) is not None
     }
-    room, limit = max_model_len - prompt_tokens, options.max_tokens_limit
+    room = max_model_len - prompt_tokens
+    limit = options.max_tokens_limit
     if isinstance(body, ChatBody):
         tokens = _chat_max_tokens(body)
         if tokens is None:
@@ -170,7 +172,8 @@ def sampling_params(
 
 
 def _chat_max_tokens(body: ChatBody) -> int | None:
-    first, second = body.max_completion_tokens, body.max_tokens
+    first = body.max_completion_tokens
+    second = body.max_tokens
     if first is not None and second is not None and first != second:
         raise invalid(
             "max_tokens", f"`max_tokens`={second} and `max_completion_tokens`={first} differ"

@@ -22,7 +22,8 @@ def filtered(
     """`grammar`, or with None nothing, within what the body allows. Tokenizes `bad_words`: for a
     thread. Raises `APIError`; also where the body asks for something and that is not `possible` on
     this server."""
-    allowed, words = body.allowed_token_ids, body.bad_words
+    allowed = body.allowed_token_ids
+    words = body.bad_words
     if not allowed and not words:
         return grammar
     if not possible:

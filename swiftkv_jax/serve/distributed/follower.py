@@ -80,7 +80,9 @@ class Follower:
         """`silence` in seconds of process 0, from its first frame on, is its end. `end` is called
         in a thread of this object, while another may wait for devices for ever: it ends the process
         with an error, or with "" as it was asked to. None does so by `os._exit`."""
-        self._channel, self._silence, self._end = channel, silence, end or _end_process
+        self._channel = channel
+        self._silence = silence
+        self._end = end or _end_process
         self._commands: queue.SimpleQueue[Commands | None] = queue.SimpleQueue()
         self._engine: Engine | None = None
         self._failing = False
@@ -152,7 +154,8 @@ class Follower:
                 aborts += frame.aborts
                 if not frame.goes_on:
                     self._commands.put(Commands(frame.step, frame.pages_in_use, aborts, requests))
-                    aborts, requests = [], []
+                    aborts = []
+                    requests = []
         except TimeoutError:
             return self._end(f"process 0 has sent nothing for {self._silence:.0f} s")
         except OSError as error:

@@ -66,7 +66,8 @@ class Followers:
         """Call `on_failure` in some thread, once, when a follower has failed or ended; at once if
         one has already."""
         with self._lock:
-            self._on_failure, failure = on_failure, self._failure
+            self._on_failure = on_failure
+            failure = self._failure
         if failure is not None:
             on_failure(failure)
 
@@ -158,7 +159,8 @@ def listen(host: str) -> socket.socket:
     address = str(address[0])
     if ipaddress.ip_address(address).is_loopback and not _names_loopback(host):
         # Some systems give a machine's own name a loopback address, which others do not reach.
-        family, address = socket.AF_INET, ""
+        family = socket.AF_INET
+        address = ""
     try:
         return socket.create_server((address, 0), family=family)
     except OSError as error:
@@ -249,7 +251,8 @@ def _authenticated(channel: Channel, secret: bytes, missing: set[int]) -> Hello 
 def _difference(facts: Mapping[str, str], hello: Hello) -> str:
     """Return what differs between a process and process 0; "" if nothing does."""
     for name in sorted(facts.keys() | hello.facts.keys()):
-        ours, others = facts.get(name, "none"), hello.facts.get(name, "none")
+        ours = facts.get(name, "none")
+        others = hello.facts.get(name, "none")
         if ours != others:
             return (
                 f"`{name}`={others} in process {hello.process}, {ours} in process 0: all processes "

@@ -134,8 +134,10 @@ def _grammar_of(matcher: Matcher | None) -> Grammar | None:
         return None
     found = Grammar()
     if isinstance(matcher, TokenFilter):
-        found.is_filter, found.allowed_token_ids = True, matcher.allowed_token_ids
-        found.bad_words, matcher = matcher.bad_words, matcher.grammar
+        found.is_filter = True
+        found.allowed_token_ids = matcher.allowed_token_ids
+        found.bad_words = matcher.bad_words
+        matcher = matcher.grammar
     if isinstance(matcher, ReasoningGrammar):
         found.reasoning = ReasoningFields(
             matcher.end_tag, matcher.begin_token, matcher.end_token_ids
@@ -209,12 +211,14 @@ def frames(
     requests: Sequence[Request | ScoreRequest],
 ) -> Iterator[Frame]:
     """The frames of one step: one, unless its requests are very long."""
-    frame, size = Frame(step, pages_in_use, aborts, []), 0
+    frame = Frame(step, pages_in_use, aborts, [])
+    size = 0
     for fields in map(fields_of, requests):
         if size and size + fields.num_bytes > SPLIT_BYTES:
             frame.goes_on = True
             yield frame
-            frame, size = Frame(step, pages_in_use, [], []), 0
+            frame = Frame(step, pages_in_use, [], [])
+            size = 0
         frame.requests.append(fields)
         size += fields.num_bytes
     yield frame

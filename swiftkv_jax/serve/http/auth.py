@@ -40,7 +40,8 @@ class Keys:
                 "missing_api_key",
                 "a key is needed: `Authorization: Bearer KEY` or `X-Api-Key: KEY`",
             )
-        digest, found = _digest(offered), None
+        digest = _digest(offered)
+        found = None
         for name, stored in self._digests:
             if hmac.compare_digest(digest, stored):
                 found = name

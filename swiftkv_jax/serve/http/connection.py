@@ -56,7 +56,8 @@ class Transport:
         self._transport.close()
 
     def _release(self) -> None:
-        held, self._held = self._held, None
+        held = self._held
+        self._held = None
         if held:
             self._transport.write(b"".join(held))
 
@@ -71,11 +72,13 @@ class Connection(H11Protocol):
         self.conn = Parser(MAX_HEADER_BYTES)
         self.on_lost: Callable[[], None] | None = None
         """Called when the connection has ended."""
-        self._phase, self._deadline = "", math.inf
+        self._phase = ""
+        self._deadline = math.inf
         self._timer: asyncio.TimerHandle | None = None
         """Runs out at the deadline, or before it and is set anew: a new deadline is an assignment.
         """
-        app, root = self.app, self.options.root_path
+        app = self.app
+        root = self.options.root_path
 
         async def run(scope: Any, receive: Any, send: Any) -> None:
             scope["extensions"] = {CONNECTION: self}
@@ -117,7 +120,8 @@ class Connection(H11Protocol):
         """Set the deadline of what the connection waits for."""
         if self.transport.is_closing():
             return
-        state, buffered = self.conn.their_state, len(self.conn.trailing_data[0])
+        state = self.conn.their_state
+        buffered = len(self.conn.trailing_data[0])
         if state is h11.SEND_BODY:
             if self._phase != "body":
                 length = dict(self.headers).get(b"content-length", b"")

@@ -50,7 +50,9 @@ class HTTPExchange:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, write_timeout: float):
         self._connection = scope["extensions"][CONNECTION]
-        self._receive, self._send, self._write_timeout = receive, send, write_timeout
+        self._receive = receive
+        self._send = send
+        self._write_timeout = write_timeout
         self.scope, self.arrival = scope, time.monotonic()
         """`arrival` is set anew when the body is in."""
         self.headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # the first counts
@@ -161,7 +163,8 @@ class HTTPExchange:
     async def send_bytes(self, status: int, content: bytes, content_type: str) -> None:
         """A whole answer. Raises `ClientGone`."""
         if self.method == "HEAD":
-            length, content = len(content), b""
+            length = len(content)
+            content = b""
         else:
             length = len(content)
         elapsed = 1e3 * (time.monotonic() - self.arrival)

@@ -49,7 +49,8 @@ class Reservation:
         self.num_tokens = self.num_sequences = 0
         admission.check(num_tokens, num_sequences, 0, self.key)
         admission.add(num_tokens, num_sequences, 0, self.key)
-        self.num_tokens, self.num_sequences = num_tokens, num_sequences
+        self.num_tokens = num_tokens
+        self.num_sequences = num_sequences
 
     def release_tokens(self, num_tokens: int) -> None:
         """Release prompt tokens that are cached now."""
@@ -77,7 +78,8 @@ class Admission:
         prefill_rate: Callable[[], float],
     ):
         """`prefill_rate` gives the tokens/s of prefill in the last while, 0 if it is not known."""
-        self._options, self._max_model_len = options, max_model_len
+        self._options = options
+        self._max_model_len = max_model_len
         self._prefill_rate = prefill_rate
         self.max_sequences = options.sequence_limit(max_num_seqs)
         self.sequences = self.tokens = self.bytes = 0

@@ -17,7 +17,8 @@ class Backlog:
     """Processes what is added in slices, in order, each once the tasks that are due have run."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, process: Callable[[list[Event]], None]):
-        self._loop, self._process = loop, process
+        self._loop = loop
+        self._process = process
         self._events: collections.deque[Event] = collections.deque()
         self._slice_is_due = False
 

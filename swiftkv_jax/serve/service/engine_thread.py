@@ -63,7 +63,9 @@ class EngineThread:
         entered and left the prefix cache."""
         self._cache_events = None if on_cache_events is None else engine.record_cache_events()
         self._on_cache_events = on_cache_events
-        self._engine, self._deliver, self._on_failure = engine, deliver, on_failure
+        self._engine = engine
+        self._deliver = deliver
+        self._on_failure = on_failure
         self._followers = followers
         self._submitted: collections.deque[tuple[int, Request | ScoreRequest]] = collections.deque()
         self._aborted: collections.deque[tuple[int, int | None]] = collections.deque()

@@ -80,8 +80,12 @@ class Choice:
         parser: CallParser | None = None,
         reasoning: ReasoningParser | None = None,
     ):
-        self.index, self._params, self._include_stop = index, request.params, include_stop
-        self._parser, self._reasoning, self._tokenizer = parser, reasoning, tokenizer
+        self.index = index
+        self._params = request.params
+        self._include_stop = include_stop
+        self._parser = parser
+        self._reasoning = reasoning
+        self._tokenizer = tokenizer
         self._num_reasoning_tokens: int | None = None
         """Once the reasoning is over."""
         self._stream = TextStream.of(tokenizer, request)
@@ -99,7 +103,8 @@ class Choice:
     def push(self, output: RequestOutput) -> bool:
         """Add new tokens. True if their text has ended the sample, by a stop string or as its only
         call, which the engine does not know."""
-        stream, held = self._stream, self._held
+        stream = self._stream
+        held = self._held
         before = len(stream.token_ids)
         text = stream.push(output.token_ids)
         taken = len(stream.token_ids) - before
@@ -111,7 +116,8 @@ class Choice:
         held.logprobs += (output.logprobs or ())[:taken]
         self.num_tokens += taken
         if ended_by_text:
-            self.finish_reason, self.stop_reason = "stop", stream.stop_reason
+            self.finish_reason = "stop"
+            self.stop_reason = stream.stop_reason
             if self._include_stop and stream.stop_reason:
                 text += stream.stop_reason
         elif output.finish_reason is not None:
@@ -157,7 +163,8 @@ class Choice:
         reasoning, content = parser.push(text)
         if self.finish_reason is not None:
             last = parser.finish()
-            reasoning, content = reasoning + last[0], content + last[1]
+            reasoning += last[0]
+            content += last[1]
         if parser.has_begun and parser.is_over and self._num_reasoning_tokens is None:
             text_of = text_decoder(self._tokenizer)
             self._num_reasoning_tokens = tokens_through(END, self._stream.token_ids, text_of)
@@ -173,7 +180,8 @@ class Choice:
 
     def take(self) -> TextDelta:
         """Return what has become certain since the last call."""
-        delta, self._ready = self._ready, TextDelta()
+        delta = self._ready
+        self._ready = TextDelta()
         return delta
 
     @property
@@ -232,8 +240,10 @@ class Generation:
         arrival: float,
     ):
         """`arrival` is the `time.monotonic()` of the body's last byte."""
-        self.prompts, self.parts = prompts, parts
-        self.reservation, self.arrival = reservation, arrival
+        self.prompts = prompts
+        self.parts = parts
+        self.reservation = reservation
+        self.arrival = arrival
         self.changed = asyncio.Event()
         """There is something new to send."""
         self.error: APIError | None = None
@@ -317,10 +327,12 @@ class Generation:
         now = self.last_token = time.monotonic()
         if not part.is_first(event):
             return
-        part.is_prefilled, part.num_cached_tokens = True, event.num_cached_tokens
+        part.is_prefilled = True
+        part.num_cached_tokens = event.num_cached_tokens
         self.reservation.release_tokens(len(part.prompt.token_ids))
         if not self.first_token:
-            self.first_token, timing = now, event.timing
+            self.first_token = now
+            timing = event.timing
             waited = (timing.started or timing.submitted) - timing.submitted
             self.started = self.submitted + waited
 

@@ -39,7 +39,9 @@ class Histogram:
 
     def cumulated(self) -> list[tuple[str, float]]:
         """(upper bound, number of values up to it)"""
-        bounds, total, rows = [*map(float, self.buckets), float("inf")], 0, []
+        bounds = [*map(float, self.buckets), float("inf")]
+        total = 0
+        rows = []
         for bound, count in zip(bounds, self.counts, strict=True):
             total += count
             rows.append(("+Inf" if bound == float("inf") else repr(bound), total))

@@ -53,7 +53,8 @@ async def log_load(service: Service) -> None:
 def line(service: Service, before: Counts, now: Counts) -> str:
     """Return the line: rates between two times, and what runs now."""
     assert service.engine is not None
-    load, seconds = service.engine.snapshot.load, max(now.time - before.time, 1e-3)
+    load = service.engine.snapshot.load
+    seconds = max(now.time - before.time, 1e-3)
     queries = now.queries - before.queries
     hits = f"{(now.hits - before.hits) / queries:.0%}" if queries else "-"
     idle = min((now.idle_seconds - before.idle_seconds) / seconds, 1.0)

@@ -95,7 +95,8 @@ class Metrics:
             self.ttft.observe(now - generation.arrival)
         if not part.choices:
             return
-        tokens, choice = _num_tokens(event), part.choices[event.sample]
+        tokens = _num_tokens(event)
+        choice = part.choices[event.sample]
         if choice.last_token and tokens:
             self.itl.observe((now - choice.last_token) / tokens, tokens)
         choice.last_token = now
@@ -106,9 +107,11 @@ class Metrics:
         if not isinstance(event, RequestOutput) or not part.choices:
             return
         choice = part.choices[event.sample]
-        taken, choice.num_counted = choice.num_tokens - choice.num_counted, choice.num_tokens
+        taken = choice.num_tokens - choice.num_counted
+        choice.num_counted = choice.num_tokens
         self.generation_tokens += taken
-        tokens, is_aborted = _num_tokens(event), generation.abort_reason is not None
+        tokens = _num_tokens(event)
+        is_aborted = generation.abort_reason is not None
         self.wasted_tokens += tokens if is_aborted else tokens - taken
 
     def observe_end(self, generation: Generation) -> None:
@@ -136,7 +139,8 @@ class Metrics:
         started = generation.started or now
         self.phases["queue"].observe(started - generation.arrival)
         if generation.started:
-            first, last = generation.first_token, generation.last_token
+            first = generation.first_token
+            last = generation.last_token
             self.phases["inference"].observe(last - started)
             self.phases["prefill"].observe(first - started)
             self.phases["decode"].observe(last - first)

@@ -36,7 +36,8 @@ class CallParser:
     def __init__(self, *, single: bool, forced: bool):
         """Make a parser. With `single` the answer ends with its first call; with `forced` a grammar
         lets the model write nothing but calls."""
-        self._single, self._forced = single, forced
+        self._single = single
+        self._forced = forced
         self._text = ""
         """Text that is not certain yet."""
         self._state: Callable[[], bool] = self._read_text
@@ -72,7 +73,8 @@ class CallParser:
         raise NotImplementedError
 
     def _take_parts(self) -> list[AnswerPart]:
-        parts, self._parts = self._parts, []
+        parts = self._parts
+        self._parts = []
         return parts
 
     def _begin_call(self, name: str) -> None:

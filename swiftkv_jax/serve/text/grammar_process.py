@@ -38,7 +38,9 @@ COMPILE_BYTES = 512 * 2**20
 """Memory that one grammar may take."""
 START_SECONDS = 60.0
 """Time in which the process must have read its tokenizer."""
-_BEGUN, _GOOD, _BAD = b"b", b"g", b"r"
+_BEGUN = b"b"
+_GOOD = b"g"
+_BAD = b"r"
 """Messages of a process: it has begun; the grammar compiles; it is refused (a reason follows)."""
 
 
@@ -69,7 +71,8 @@ class GrammarProcess:
         self._tokenizer = tempfile.TemporaryFile("w+", encoding="utf-8")
         tokenizer.write(self._tokenizer)
         self._tokenizer.flush()
-        self._lock, self._is_closed = threading.Lock(), False
+        self._lock = threading.Lock()
+        self._is_closed = False
         self._waiting = set[socket.socket]()
         self._process, self._socket = self._start()
 

@@ -46,7 +46,8 @@ class GrammarQueue:
 
     def __init__(self, compiler: Compiler, *, queue_timeout: float):
         """`queue_timeout` in seconds is how long a request may wait for the turn of its grammar."""
-        self._compiler, self._queue_timeout = compiler, queue_timeout
+        self._compiler = compiler
+        self._queue_timeout = queue_timeout
         self._pool = concurrent.futures.ThreadPoolExecutor(WORKERS, "grammar")
         self._workers = Workers(self._pool, WORKERS)
         self._cached: collections.OrderedDict[str, Matcher] = collections.OrderedDict()

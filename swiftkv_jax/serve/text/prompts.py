@@ -67,8 +67,11 @@ class PromptEncoder:
     ):
         from tokenizers import Tokenizer
 
-        self._tokenizer, self._max_model_len = tokenizer, max_model_len
-        self.vocab_size, self.page_size, self._caching = vocab_size, page_size, caching
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self.page_size = page_size
+        self._caching = caching
         self._backend = rust_tokenizer(tokenizer)
         self._plain: Any = None
         """The same tokenizer, to which the spelling of a special token is text."""

@@ -25,7 +25,8 @@ from .token_text import TokenSpellings
 
 logger = logging.getLogger(__name__)
 
-BEGIN, END = "<think>", "</think>"
+BEGIN = "<think>"
+END = "</think>"
 _MAX_GAP = 64
 """White space before the first tag."""
 
@@ -84,9 +85,11 @@ class ReasoningParser:
     def finish(self) -> tuple[str, str]:
         """The end of the text: what was held back, as in `push`."""
         if self._inside and self._state == self._read_tag:
-            self._is_blank, self._state = True, self._read_reasoning
+            self._is_blank = True
+            self._state = self._read_reasoning
             self._state()
-        rest, self._text = self._text, ""
+        rest = self._text
+        self._text = ""
         if self._inside and not self.is_over:
             self._reasoning.append("\n" * self._num_breaks + rest)
         else:
@@ -94,8 +97,10 @@ class ReasoningParser:
         return self._taken()
 
     def _taken(self) -> tuple[str, str]:
-        reasoning, content = "".join(self._reasoning), "".join(self._content)
-        self._reasoning, self._content = [], []
+        reasoning = "".join(self._reasoning)
+        content = "".join(self._content)
+        self._reasoning = []
+        self._content = []
         return "" if self._omit else reasoning, content
 
     # States: each reads some of the text, and returns whether another may go on -----------------
@@ -107,7 +112,8 @@ class ReasoningParser:
         if is_near and len(text) < len(BEGIN) and BEGIN.startswith(text):
             return False
         if is_near and text.startswith(BEGIN):
-            self._text, self._inside = text[len(BEGIN) :], True
+            self._text = text[len(BEGIN) :]
+            self._inside = True
         self._state = self._read_reasoning if self._inside else self._read_content
         self._is_blank = self._inside
         return True
@@ -115,22 +121,26 @@ class ReasoningParser:
     def _read_reasoning(self) -> bool:
         at = self._text.find(END)
         certain = at if at >= 0 else len(self._text) - len(_begun_tag(self._text))
-        text, self._text = self._text[:certain], self._text[certain:]
+        text = self._text[:certain]
+        self._text = self._text[certain:]
         if self._is_blank:
             text = text.lstrip("\n")
         if kept := text.rstrip("\n"):
             self._reasoning.append("\n" * self._num_breaks + kept)
-            self._num_breaks, self._is_blank = 0, False
+            self._num_breaks = 0
+            self._is_blank = False
         self._num_breaks += len(text) - len(kept)
         if at < 0:
             return False
         self._text = self._text[len(END) :]
-        self._num_breaks, self._is_blank = 0, True
+        self._num_breaks = 0
+        self._is_blank = True
         self._state = self._read_content
         return True
 
     def _read_content(self) -> bool:
-        text, self._text = self._text, ""
+        text = self._text
+        self._text = ""
         if self._is_blank:
             text = text.lstrip("\n")
         if text:
@@ -156,7 +166,8 @@ class Reasoning:
         self._spellings = TokenSpellings(tokenizer)
         vocabulary = tokenizer.get_vocab()
         self._begin_id, self._end_id = vocabulary.get(BEGIN), vocabulary.get(END)
-        self._vocab_size, self._eos_token_ids = vocab_size, eos_token_ids
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
 
     @staticmethod
     def start(prompt: str | None, continued: str = "") -> Start:

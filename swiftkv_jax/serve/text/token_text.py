@@ -24,7 +24,8 @@ class TokenSpellings:
 
     def __init__(self, tokenizer: Any, *, as_ids: bool = False):
         """Make the table. With `as_ids` the texts are `token_id:N`."""
-        self._tokenizer, self._as_ids = tokenizer, as_ids
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids
         self._kept: dict[int, Spelling] = {}
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._added = {index: str(token) for index, token in added.items()}

@@ -36,7 +36,8 @@ class ToolCallParser(CallParser):
     ):
         """`names` are the declared ones, `format` one of `FORMATS`."""
         super().__init__(single=single, forced=forced)
-        self._names, self._markers = names, FORMATS[format]
+        self._names = names
+        self._markers = FORMATS[format]
         self._value = _JSONValue()
         self._brace = self._value_start = 0
         """Offsets in `_text` at which the object of `_read_object` begins, and up to which it was
@@ -53,7 +54,8 @@ class ToolCallParser(CallParser):
     def finish(self, *, is_cut: bool = False) -> list[AnswerPart]:
         """The end of the text: what was held back is content, or a call that was cut short where
         calls are forced. Whether the answer `is_cut` makes no difference."""
-        rest, self._text = self._text, ""
+        rest = self._text
+        self._text = ""
         if self._forced or self._state not in (self._read_text, self._read_object):
             return []
         separators = self._state == self._read_text and not self._without_gap(rest)
@@ -74,7 +76,8 @@ class ToolCallParser(CallParser):
         if certain:
             self._gap_is_content = False
         if self._gap_is_content or len(before) - certain > MAX_GAP:
-            certain, self._gap_is_content = len(before), True
+            certain = len(before)
+            self._gap_is_content = True
         nested = self._depth_after(text[:certain]) > 0 and not before.endswith("\n")
         self._emit(text[:certain])
         self._text = text[certain:]
@@ -104,7 +107,8 @@ class ToolCallParser(CallParser):
     def _read_arguments(self) -> bool:
         """The arguments of a call, as they come."""
         end = self._value.end(self._text)
-        arguments, self._text = self._text[:end], self._text[end:]
+        arguments = self._text[:end]
+        self._text = self._text[end:]
         self._add_arguments(arguments)
         if not self._value.is_whole:
             return False
@@ -137,7 +141,8 @@ class ToolCallParser(CallParser):
         )
         if not self._value.is_whole:
             return False
-        written, self._text = self._text[:end], self._text[end:]
+        written = self._text[:end]
+        self._text = self._text[end:]
         call = _whole_call(written[self._brace :], self._names)
         self._state = self._read_text
         if call is None:
@@ -175,8 +180,10 @@ class ToolCallParser(CallParser):
         self._begin_call(name)
 
     def _end_call(self) -> None:
-        self._follows_call, self._state = True, self._read_text
-        self._gap_is_content, self._depth = False, 0
+        self._follows_call = True
+        self._state = self._read_text
+        self._gap_is_content = False
+        self._depth = 0
         self.is_complete = self._single
 
     def _without_gap(self, text: str, *, may_go_on: bool = False) -> str:
@@ -251,7 +258,9 @@ class _Reader:
     """Reads the short texts and the signs at the beginning of an object."""
 
     def __init__(self, text: str, at: int):
-        self._text, self.at, self.last = text, at, ""
+        self._text = text
+        self.at = at
+        self.last = ""
 
     def next(self) -> str:
         """The next sign, after spaces. Raises `_Incomplete`."""
@@ -273,7 +282,8 @@ class _Reader:
             if len(self._text) - self.at <= MAX_NAME:
                 raise _Incomplete
             return None
-        self.last, self.at = self._text[self.at : end], end + 1
+        self.last = self._text[self.at : end]
+        self.at = end + 1
         return self.last
 
 
@@ -281,7 +291,9 @@ class _JSONValue:
     """Finds the end of an object or list as its text comes."""
 
     def __init__(self, depth: int = 0):
-        self._depth, self._in_string, self._escaped = depth, False, False
+        self._depth = depth
+        self._in_string = False
+        self._escaped = False
         self.is_whole = False
 
     def end(self, text: str) -> int:

@@ -21,7 +21,8 @@ class Workers:
         """Wait for a turn, and begin. If the result is cancelled before a thread has begun, none
         will."""
         await self._turns.acquire()
-        loop, begun = asyncio.get_running_loop(), self._pool.submit(work)
+        loop = asyncio.get_running_loop()
+        begun = self._pool.submit(work)
         self.num_running += 1
 
         def end() -> None:

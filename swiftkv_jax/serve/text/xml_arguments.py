@@ -69,7 +69,8 @@ def argument_json(text: str, schema: Mapping[str, Any], root: Mapping[str, Any])
             not isinstance(value, str) and text.strip() in (written, str(value))
         ):
             return json.dumps(value, ensure_ascii=False)
-    types, trimmed = types_of(schema, root), text.strip()
+    types = types_of(schema, root)
+    trimmed = text.strip()
     if "null" in types and trimmed in ("null", "None"):  # as Jinja writes it
         return "null"
     if "string" not in types:

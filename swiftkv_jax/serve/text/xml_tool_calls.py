@@ -26,9 +26,12 @@ from typing import Any
 from .call_parser import MAX_GAP, MAX_HEAD, MAX_NAME, SPACE, AnswerPart, CallParser
 from .xml_arguments import argument_json, argument_schema, resolved, types_of
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-FUNCTION, FUNCTION_END = "<function=", "</function>"
-PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+OPEN = "<tool_call>"
+CLOSE = "</tool_call>"
+FUNCTION = "<function="
+FUNCTION_END = "</function>"
+PARAMETER = "<parameter="
+PARAMETER_END = "</parameter>"
 MAX_SPACE = 64
 """Spaces between `</function>` and `</tool_call>` where these end an argument."""
 _FUNCTION_SPACE = rf"{FUNCTION_END}[{SPACE}]{{0,{MAX_SPACE}}}"
@@ -112,7 +115,8 @@ class XMLToolCallParser(CallParser):
             self._emit(text[:certain])
             self._text = text[certain:]
             return False
-        before, self._text = text[: min(found)], text[min(found) :]
+        before = text[: min(found)]
+        self._text = text[min(found) :]
         head = _head(self._text)
         if head is None and len(self._text) <= MAX_HEAD:  # more is needed
             self._text = before + self._text
@@ -123,7 +127,8 @@ class XMLToolCallParser(CallParser):
             self._text = self._text[1:]
             return True
         self._emit(before[: self._certain(before)])
-        self._text, self._gap_is_content = self._text[end:], False
+        self._text = self._text[end:]
+        self._gap_is_content = False
         self._schema, self._is_first, self._given = self._schemas[name], True, set()
         self._begin_call(name)
         self._add_arguments("{")
@@ -136,7 +141,8 @@ class XMLToolCallParser(CallParser):
         certain = len(text.rstrip(SPACE))
         self._gap_is_content &= not certain
         if self._gap_is_content or len(text) - certain > MAX_GAP:
-            self._gap_is_content, self._follows_call = True, False
+            self._gap_is_content = True
+            self._follows_call = False
             return len(text)
         return certain
 
@@ -158,17 +164,20 @@ class XMLToolCallParser(CallParser):
                 return False
             self._text = text[begin:]
             return True
-        name, self._text = text[begin:end], text[end + 1 :]
+        name = text[begin:end]
+        self._text = text[end + 1 :]
         self._argument = argument_schema(self._schema, name)
         types = types_of(self._argument, self._schema)
         self._is_streamed = types <= {"string"}
         self._is_json = "string" not in types and not types.isdisjoint(("object", "array"))
-        self._is_blank, self._is_repeated = True, name in self._given
+        self._is_blank = True
+        self._is_repeated = name in self._given
         self._state = self._read_value
         if self._is_repeated:
             return True
         self._given.add(name)
-        separator, quote = "" if self._is_first else ", ", '"' if self._is_streamed else ""
+        separator = "" if self._is_first else ", "
+        quote = '"' if self._is_streamed else ""
         self._add_arguments(f"{separator}{json.dumps(name, ensure_ascii=False)}: {quote}")
         self._is_first = False
         return True
@@ -243,7 +252,8 @@ class XMLToolCallParser(CallParser):
         if not text or self._is_repeated:
             return
         if self._is_blank:
-            text, self._is_blank = text.removeprefix("\n"), False
+            text = text.removeprefix("\n")
+            self._is_blank = False
         if self._is_streamed:
             self._add_arguments(json.dumps(text, ensure_ascii=False)[1:-1])
         else:
@@ -256,12 +266,14 @@ class XMLToolCallParser(CallParser):
         if self._is_streamed:
             self._add_arguments('"')
             return
-        value, self._value = "".join(self._value), []
+        value = "".join(self._value)
+        self._value = []
         self._add_arguments(argument_json(value, self._argument, self._schema))
 
     def _end_call(self) -> None:
         self._add_arguments("}")
-        self._follows_call, self._state = True, self._read_close
+        self._follows_call = True
+        self._state = self._read_close
         self.is_complete = self._single
 
 

@@ -89,7 +89,8 @@ def analyze(options: AnalyzeOptions) -> int:
     """Print the table and write the files. Returns the exit code. Raises `UsageError` for options
     that do not fit the model, `DataError` for text that does not suffice."""
     join_and_emulate(options.mesh)
-    mesh, settings = make_mesh(options.mesh), settle(options)
+    mesh = make_mesh(options.mesh)
+    settings = settle(options)
     check_all_take_part(mesh)
     settings.folder.mkdir(parents=True, exist_ok=True)
     found = measure(options, settings, mesh, keep=True)
@@ -191,7 +192,8 @@ def measure(
 
 def conclusion(found: Findings, options: AnalyzeOptions) -> str:
     """The recommendation in a sentence, and the command to run next."""
-    recommendation, budget = found.recommendation, found.settings.budget
+    recommendation = found.recommendation
+    budget = found.settings.budget
     if options.init != "closed-form":
         return "no recommendation: it needs students in closed form (`init`)"
     if recommendation is None:
@@ -231,7 +233,8 @@ def settle(options: AnalyzeOptions) -> SweepSettings:
     for reason in reasons.values():
         logger.warning("left out: %s", reason)
     folder = options.output_dir or Path("runs") / f"analyze-{model_name(model)}"
-    data, length = options.data or DEMO.data, checked_lengths(options, config)
+    data = options.data or DEMO.data
+    length = checked_lengths(options, config)
     generated, tail = choose_generated(options)
     budget = parse_budget(options.max_perplexity_loss, options.max_far_loss)
     return SweepSettings(model, data, config, cuts, named, generated, tail, budget, length, folder)
@@ -240,7 +243,8 @@ def settle(options: AnalyzeOptions) -> SweepSettings:
 def choose_generated(options: AnalyzeOptions) -> tuple[tuple[GeneratedKV, ...], int]:
     """What is measured of `Config.generated_kv`, and the exact tail. Raises `UsageError` for a tail
     that a measured prompt, half of a row, does not exceed."""
-    tail, prompt = options.exact_tail, options.max_length // 2
+    tail = options.exact_tail
+    prompt = options.max_length // 2
     if options.generated_kv == "boundary":
         if tail:
             raise UsageError(f"`exact_tail`={tail} needs `generated_kv`=own")

@@ -106,7 +106,8 @@ def _recommendation(recipe: RunOptions, config: Config, mesh: Mesh) -> Recommend
 
 def _made_before(recipe: RunOptions, config: Config) -> Recommendation | None:
     """The recommendation of this run's own analysis, if one with the same options is there."""
-    folder, options = recipe.output_dir / FOLDER, _options(recipe, config)
+    folder = recipe.output_dir / FOLDER
+    options = _options(recipe, config)
     try:
         found = read_analysis(folder)
     except (DataError, UsageError):

@@ -50,7 +50,9 @@ def boundary_kv(
     Each M costs three runs through `states`, of which M = 0 needs only one. Raises `ValueError` if
     they hold no token.
     """
-    config, llama, attention = fitter.config, fitter.llama, fitter.attention
+    config = fitter.config
+    llama = fitter.llama
+    attention = fitter.attention
     with_tap = config.cut(config.num_layers - fitter.size, boundary_taps=1)
     with_tap = dataclasses.replace(with_tap, exact_head=1)
     neurons = quarter_of_neurons(config)
@@ -59,14 +61,18 @@ def boundary_kv(
         prompt = None
         logger.info("K=%d: fitting an exact head with %d prompt attention layers", k, count)
         if count:
-            layer, at = k + count - 1, count - 1
-            fixed, mesh = (with_tap, attention), attention.mesh
+            layer = k + count - 1
+            at = count - 1
+            fixed = (with_tap, attention)
+            mesh = attention.mesh
             if neurons:
-                energy, before = zero_energy(config, mesh), _prompt(fitted, at, attention)
+                energy = zero_energy(config, mesh)
+                before = _prompt(fitted, at, attention)
                 for batch, inputs, _ in states():
                     energy = add_energy(*fixed, energy, llama, batch, inputs, jnp.int32(k), before)
                 choose_neurons(llama.lower, layer, energy, fitted, at)
-            sums, before = zero_sums(config, neurons, mesh), _prompt(fitted, at, attention)
+            sums = zero_sums(config, neurons, mesh)
+            before = _prompt(fitted, at, attention)
             for batch, inputs, _ in states():
                 sums = add_map(*fixed, sums, llama, batch, inputs, jnp.int32(k), before)
             solve_sums(layer, sums, fitted, at)

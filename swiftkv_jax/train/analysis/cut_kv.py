@@ -102,7 +102,8 @@ def calibrated_kv(
     float64 keys and values of one K's layers, and the second moments of one layer at a time. Raises
     `ValueError` if `states` hold no token.
     """
-    config, of_sums = fitter.config, dict[Sums, list[Student]]()
+    config = fitter.config
+    of_sums = dict[Sums, list[Student]]()
     for student in students:
         k, _, generated = student
         of_sums.setdefault((k, fitter.tail(generated)), []).append(student)
@@ -128,8 +129,11 @@ class Fitter:
     ):
         """The stacks have as many entries as a cut at `lowest` has upper layers. `exact_tail` is
         that of students whose generated tokens keep their own keys and values."""
-        self.config, self.llama, self.attention = config, llama, attention
-        self.size, self.exact_tail = config.num_layers - lowest, exact_tail
+        self.config = config
+        self.llama = llama
+        self.attention = attention
+        self.size = config.num_layers - lowest
+        self.exact_tail = exact_tail
         self.metrics = output_metrics(llama.lower.o, config.num_kv_heads)
         self.pairs = paired_dims(config)
         self._tails = tuple(dict.fromkeys((0, exact_tail)))
@@ -149,7 +153,8 @@ class Fitter:
     ) -> Moments:
         """The moments of each of `chosen` from its entry on, in a stack of `entries`, with the taps
         and exact head of `config`. Raises `ValueError` if `states` hold no token."""
-        moments, tokens = zero_moments(config, self.attention.mesh, entries), 0.0
+        moments = zero_moments(config, self.attention.mesh, entries)
+        tokens = 0.0
         for number, (batch, inputs, _) in enumerate(states):
             if number not in self._queries:
                 self._queries[number] = teacher_queries(
@@ -184,8 +189,10 @@ class Fitter:
     ) -> CutKV:
         """The start at `cut`, whose prompt layers have the maps of `prompt`, from the moments from
         `entry` on."""
-        qkv, alone = self.llama.lower_qkv, cut.prompt_attention_layers
-        first, group = cut.first_projected_layer, cut.key_value_group_size
+        qkv = self.llama.lower_qkv
+        alone = cut.prompt_attention_layers
+        first = cut.first_projected_layer
+        group = cut.key_value_group_size
         single = dataclasses.replace(cut, key_value_group_size=1, generated_kv=generated)
         layers = fit_layers(
             single if group == 1 else dataclasses.replace(single, generated_kv="boundary"),
@@ -231,11 +238,13 @@ def plan_passes(
     layer_bytes = 4 * sum(map(math.prod, parts))
     upper = [config.num_layers - k for k, _ in wanted]
     entries = max(max(upper), min(sum(upper), MOMENTS_BYTES // layer_bytes))
-    chosen, used = {}, 0
+    chosen = {}
+    used = 0
     for sums, layers in zip(wanted, upper, strict=True):
         if used + layers > entries:
             yield entries, chosen
-            chosen, used = {}, 0
+            chosen = {}
+            used = 0
         chosen[sums] = used
         used += layers
     yield entries, chosen
@@ -252,7 +261,8 @@ def teacher_queries(
 ) -> LayerQueries:
     """The queries of all layers, stacked, for students with each of `tails`."""
     config = config.at_length(batch.tokens.shape[1])
-    mesh, tables = attention.mesh, rope_tables(config, batch.positions)
+    mesh = attention.mesh
+    tables = rope_tables(config, batch.positions)
     kinds, kind_of = scanned_kinds(config, tables, range(config.num_layers))
 
     def of_layer(_, layer):
@@ -284,10 +294,12 @@ def add_cut(
     layers, from `entry` on; not the number of tokens. With the taps and the exact head of `config`,
     and the tail of that number among those of `queries`, which are all layers'."""
     mesh = attention.mesh
-    x, first = layer_of(inputs, first_upper), first_upper
+    x = layer_of(inputs, first_upper)
+    first = first_upper
     if prompt is not None:
         states = boundary_states(config, attention, llama, batch, inputs, first_upper, prompt)
-        x, first = layer_of(states, prompt.number), first_upper + prompt.number
+        x = layer_of(states, prompt.number)
+        first = first_upper + prompt.number
     norm = layer_of(llama.lower.attn_norm, first)
     s = regressors(config, x, norm, batch.segment_ids)
 
@@ -348,7 +360,8 @@ def _put(
     mesh: Mesh | None,
 ) -> SwiftKV:
     """Stacks of `size` entries from each layer's k and v (K H E), zeros behind them."""
-    where, width = _shardings(config, size, mesh), config.embed_dim
+    where = _shardings(config, size, mesh)
+    width = config.embed_dim
     parts = {"k": [k for k, _ in layers], "v": [v for _, v in layers]}
 
     def put(arrays: list[np.ndarray], sharding: Sharding) -> jax.Array:

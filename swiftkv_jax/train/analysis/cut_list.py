@@ -51,7 +51,8 @@ def possible_cuts(
 ) -> tuple[list[tuple[int, int]], dict[int, str]]:
     """(K, g) for every K and each g at which the model can be cut and a student started, sorted;
     and g -> why it cannot, of those that fit at no K."""
-    cuts, reasons = [], {}
+    cuts = []
+    reasons = {}
     for k, g in itertools.product(sorted(set(lower)), sorted(set(groups))):
         try:
             cut = config.cut(k, g)

@@ -80,7 +80,8 @@ class _Search:
     def __init__(
         self, sweep: Sweep, budget: Budget, generated: GeneratedKV, found: Sequence[CutResult]
     ):
-        self.sweep, self.budget = sweep, budget
+        self.sweep = sweep
+        self.budget = budget
         self.generated: GeneratedKV = generated
         self.base = {
             cut.num_key_value_layers: cut
@@ -142,7 +143,8 @@ class _Search:
     def _improve(self, k: int, limit: float, *, every: bool) -> bool:
         """Whether a student at `k` with an exact head, which costs less than `limit`, is within the
         budget. `every`: those after it are measured too."""
-        left, holds = float("inf"), False
+        left = float("inf")
+        holds = False
         for layers, starts in self.sweep.improved_starts(k, self.generated):
             for taps, start in enumerate(starts):
                 cut = self.sweep.at(k, 1, self.generated, layers, taps, 1)

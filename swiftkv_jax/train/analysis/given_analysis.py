@@ -103,7 +103,8 @@ def with_analysis[T: (Recipe, CalibrationOptions)](recipe: T, config: Config) ->
             f"`analysis`={recipe.analysis}: it is of a model of {found.num_layers} layers, and "
             f"this one has {config.num_layers}"
         )
-    measured, name = model_name(found.model), model_name(recipe.model)
+    measured = model_name(found.model)
+    name = model_name(recipe.model)
     if measured != name:
         logger.warning(
             "`analysis`=%s: it is of the model %s, and this one is %s",

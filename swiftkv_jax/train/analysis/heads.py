@@ -82,7 +82,8 @@ def _scores(
     config: Config, attention: Attention, llama: Llama, tokens: Int[Array, "B T"]
 ) -> tuple[Float[Array, "L N"], Float[Array, "L N"]]:
     length = tokens.shape[1]
-    config, mesh = config.at_length(length), attention.mesh
+    config = config.at_length(length)
+    mesh = attention.mesh
     at = jnp.broadcast_to(jnp.arange(length), tokens.shape)
     batch = Batch(tokens, at, jnp.ones_like(tokens), jnp.ones(tokens.shape, jnp.float32))
     tables = rope_tables(config, batch.positions)

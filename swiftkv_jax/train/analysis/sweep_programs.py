@@ -65,7 +65,8 @@ def teacher_states(
 ) -> tuple[Float[Array, "L B T D"], Float[Array, "B T D"]]:
     """The hidden state that enters each layer, and the output of the last one."""
     config = config.at_length(batch.tokens.shape[1])
-    mesh, tables = attention.mesh, rope_tables(config, batch.positions)
+    mesh = attention.mesh
+    tables = rope_tables(config, batch.positions)
     kinds, kind_of = scanned_kinds(config, tables, range(config.num_layers))
 
     def step(x, layer):
@@ -117,7 +118,8 @@ def boundary_states(
     """The hidden states of a prompt that enter each of the prompt layers, and the one after the
     last, from the teacher's `inputs` of layer K; zeros behind it. An exact head has the
     teacher's."""
-    x, first = layer_of(inputs, first_upper), first_tokens(batch.segment_ids)[..., None]
+    x = layer_of(inputs, first_upper)
+    first = first_tokens(batch.segment_ids)[..., None]
     states = jnp.zeros((len(prompt.mlps.map) + 1, *x.shape), x.dtype).at[0].set(x)
 
     def step(index, states):
@@ -141,7 +143,8 @@ def prompt_layer(
 ) -> Float[Array, "B T D"]:
     """Layer `index` with `mlp` in place of its MLP, or without either."""
     config = config.at_length(batch.tokens.shape[1])
-    mesh, tables = attention.mesh, rope_tables(config, batch.positions)
+    mesh = attention.mesh
+    tables = rope_tables(config, batch.positions)
     kinds, kind_of = scanned_kinds(config, tables, range(config.num_layers))
     block, qkv = (
         all_gather_fsdp(mesh, layer_of(stack, index), layer=True)
@@ -177,9 +180,11 @@ def cut_sums(
     an exact head, where `config` has one. `Explained` is of all tokens but the first of each text.
     """
     config = config.at_length(batch.tokens.shape[1])
-    mesh, tables = attention.mesh, rope_tables(config, batch.positions)
+    mesh = attention.mesh
+    tables = rope_tables(config, batch.positions)
     kinds, kind_of = scanned_kinds(config, tables, range(config.num_layers))
-    first, segment_ids = own_from or 0, batch.segment_ids
+    first = own_from or 0
+    segment_ids = batch.segment_ids
     is_first = first_tokens(segment_ids)
     counted = ((segment_ids > 0) & ~is_first).astype(jnp.float32)
     is_first = is_first[..., None, None]
@@ -213,7 +218,8 @@ def cut_sums(
         explained = _add_explained(explained, index, exact, (k, v), counted)
         if config.exact_head:
             k, v = (jnp.where(is_first, *both) for both in zip(exact, (k, v), strict=True))
-        k, v = head_major(apply_rope(k, rope)), head_major(v)
+        k = head_major(apply_rope(k, rope))
+        v = head_major(v)
         read = packed_reader(config, attention, segment_ids, window)
         if own_from is None:
             x = cross_layer(config, block, qkv, x, rope, lambda q: read(q, k, v), attention)
@@ -289,7 +295,8 @@ def _row_sums(
             for x in (student_x, teacher_x)
         )
         divergence, _ = divergence_and_gradient("forward", student, teacher, 1.0)
-        of_teacher, of_student = nll(teacher, targets), nll(student, targets)
+        of_teacher = nll(teacher, targets)
+        of_student = nll(student, targets)
         of_all = jnp.stack([divergence, same_first(student, teacher), of_teacher, of_student])
         counted, far = jnp.moveaxis(masks, -1, 0)
         found = [of_all * counted, ((of_student - of_teacher) * far)[None]]

@@ -64,7 +64,8 @@ def _tokens(index: int, row: Any, vocab_size: int) -> Example:
 def batches_of(rows: list[PackedRow], size: int, length: int, *, dp_size: int = 1) -> list[Batch]:
     """Batches of `size` rows. Rows of padding fill the last one, and every one up to a multiple of
     `dp_size`."""
-    batches, padded = [], -(-size // dp_size) * dp_size
+    batches = []
+    padded = -(-size // dp_size) * dp_size
     for start in range(0, len(rows), size):
         chosen = rows[start : start + size]
         fields = [row.fields(length) for row in chosen + [EMPTY_ROW] * (padded - len(chosen))]

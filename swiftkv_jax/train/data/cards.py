@@ -18,7 +18,8 @@ from ...errors import DataError
 from .formats import reader_for
 from .splits import split_files
 
-_CARD, _LINE = "README.md", "---"
+_CARD = "README.md"
+_LINE = "---"
 
 
 def is_on_the_hub(folder: Path) -> bool:

@@ -30,7 +30,8 @@ from .prepare import (
 )
 from .sources import DataSource, parse_source
 
-_GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
+_GREEN = "\x1b[32m"
+_PLAIN = "\x1b[0m"
 
 
 def prepare(args: argparse.Namespace) -> int:

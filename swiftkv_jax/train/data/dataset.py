@@ -21,8 +21,11 @@ from ...errors import DataError
 from ...process.files import write_json
 from .packing import PackedRow
 
-ROWS, MANIFEST, UNREADABLE = "rows.arrayrecord", "manifest.json", "unreadable.txt"
-_FORMAT, _VERSION = "swiftkv-jax packed rows", 1
+ROWS = "rows.arrayrecord"
+MANIFEST = "manifest.json"
+UNREADABLE = "unreadable.txt"
+_FORMAT = "swiftkv-jax packed rows"
+_VERSION = 1
 _INT = np.dtype("<i4")
 
 
@@ -137,7 +140,8 @@ def _read_manifest(path: Path) -> Manifest:
         raise DataError(f"{path}: not a prepared dataset: it has no {MANIFEST}")
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
-        kind, version = fields.pop("format"), fields.pop("version")
+        kind = fields.pop("format")
+        version = fields.pop("version")
     except (ValueError, KeyError, TypeError, AttributeError):
         raise DataError(
             f"{file}: damaged, or not the manifest of a prepared dataset; remove the folder and "
@@ -164,7 +168,8 @@ def _encode(row: PackedRow) -> bytes:
 def _decode(record: bytes) -> PackedRow:
     documents = int(np.frombuffer(record, _INT, 1)[0])
     lengths = np.frombuffer(record, _INT, documents, _INT.itemsize)
-    count, start = int(lengths.sum()), _INT.itemsize * (1 + documents)
+    count = int(lengths.sum())
+    start = _INT.itemsize * (1 + documents)
     tokens = np.frombuffer(record, _INT, count, start)
     bits = np.frombuffer(record, np.uint8, offset=start + tokens.nbytes)
     return PackedRow(tokens, np.unpackbits(bits, count=count).astype(bool), lengths)

@@ -110,7 +110,8 @@ class _Malformed(ValueError):
 
 
 def _prompt_and(fields: dict[str, Any], answer: str, origin: str) -> Document:
-    prompt, completion = fields["prompt"], fields[answer]
+    prompt = fields["prompt"]
+    completion = fields[answer]
     if _history(fields):
         raise _Malformed(f'"history" has no place beside "prompt" and "{answer}": use "messages"')
     if isinstance(prompt, str) and isinstance(completion, str):
@@ -158,7 +159,8 @@ def _history(fields: dict[str, Any]) -> list[dict[str, Any]]:
 def _chat(origin: str, messages: list[Any], fields: dict[str, Any], *, given: int = 0) -> Document:
     """A conversation as chat templates get it. Raises `_Malformed`, `MessageError`."""
     if system := _system(fields, messages):
-        messages, given = [system, *messages], given and given + 1
+        messages = [system, *messages]
+        given = given and given + 1
     without_weight = {at for at, message in enumerate(messages) if _weight(at, message) == 0}
     messages = [
         {name: value for name, value in message.items() if name != "weight"}

@@ -33,13 +33,16 @@ def read_excerpts(
     if tokenizer is None:
         raise UsageError("`model`: it has no tokenizer, so text cannot be read")
     in_turn = itertools.chain.from_iterable(itertools.zip_longest(*map(_documents, texts)))
-    measured, calibration = [], []
+    measured = []
+    calibration = []
     rest: dict[bool, list[Example]] = {False: [], True: []}  # True: of documents that are measured
-    missing, wanted = rows * length, calibration_tokens
+    missing = rows * length
+    wanted = calibration_tokens
     for example in tokenize((document for document in in_turn if document is not None), tokenizer):
         if not isinstance(example, Example):
             continue
-        first, following = _part(example, 0, length), _part(example, length, None)
+        first = _part(example, 0, length)
+        following = _part(example, length, None)
         measures = missing > 0 and bool(first.is_target[1:].any())
         if measures:
             measured.append(first)

@@ -91,7 +91,8 @@ def _refuse(folder: Path, unread: Sequence[Path]) -> None:
 
 def _names(folder: Path, files: Sequence[Path]) -> str:
     """`a.csv is`, `a.csv and 2 others are`: the subject of a sentence."""
-    first, others = files[0].relative_to(folder).as_posix(), len(files) - 1
+    first = files[0].relative_to(folder).as_posix()
+    others = len(files) - 1
     return f"{first} and {others} other{'s' * (others > 1)} are" if others else f"{first} is"
 
 

@@ -186,7 +186,8 @@ def rows_with_tokens(mixture: DatasetMixture, seed: int, tokens: int) -> FirstRo
     while total < tokens and count < mixture.num_rows:
         dataset, index = choose(count, mixture.proportions)
         size = min(len(shuffled[dataset][index][1].tokens), tokens - total)
-        total, count = total + size, count + 1
+        total += size
+        count += 1
     return FirstRows(count, total, size)
 
 
@@ -228,10 +229,12 @@ def choose(index: int, proportions: Sequence[int]) -> tuple[int, int]:
     """
     total = sum(proportions)
     for dataset, part in enumerate(proportions):
-        before, after = index * part // total, (index + 1) * part // total
+        before = index * part // total
+        after = (index + 1) * part // total
         if after > before:
             return dataset, before
-        index, total = index - before, total - part
+        index -= before
+        total -= part
     raise AssertionError("the last dataset takes all rows that are left")
 
 

@@ -41,7 +41,8 @@ class PackedRow:
         too (`Config.exact_tail`). A document that is all targets, plain text, is cut at a place
         drawn from its tokens: what follows is generated.
         """
-        own, served = self.is_target.copy(), np.ones(len(self.tokens), bool)
+        own = self.is_target.copy()
+        served = np.ones(len(self.tokens), bool)
         for stop, size in zip(np.cumsum(self.lengths), self.lengths, strict=True):
             start = stop - size
             if size > 1 and self.is_target[start + 1 : stop].all():
@@ -106,7 +107,8 @@ def pack(
     Positions of a segment start from 0. Rows are formed within windows of about
     `window_tokens` tokens, so memory is bounded. Deterministic in the order of `examples`.
     """
-    window, size = [], 0
+    window = []
+    size = 0
     for example in examples:
         window += [
             (example.tokens[at : at + length], example.is_target[at : at + length])
@@ -115,7 +117,8 @@ def pack(
         size += len(example.tokens)
         if size >= window_tokens:
             yield from _best_fit(window, length)
-            window, size = [], 0
+            window = []
+            size = 0
     yield from _best_fit(window, length)
 
 

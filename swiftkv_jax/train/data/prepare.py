@@ -228,7 +228,9 @@ class _ReadableRows:
     many."""
 
     def __init__(self, source: DataSource, max_share: float, report: TextIO):
-        self._source, self._max_share, self._report = source, max_share, report
+        self._source = source
+        self._max_share = max_share
+        self._report = report
         self._first = ""
         self.read = self.unreadable = 0
 

@@ -115,7 +115,8 @@ class Renderer:
         """Targets are what an answer adds to the rendering that ends with the generation prompt,
         up to its last special token. Each is in one of the texts."""
         text = self.text(document, len(document.messages or []))
-        spans, alone = [], []
+        spans = []
+        alone = []
         for turn in trained:
             after = self.text(document, turn + 1)
             prompt = self._prompt_of(document, turn, after, switches)

@@ -38,7 +38,8 @@ def _message(number: int, turn: Any) -> Any:
         raise ValueError(
             f'turn {number} of "conversations": expected {{"from": "{roles}", "value": "..."}}'
         )
-    source, value = turn["from"], turn["value"]
+    source = turn["from"]
+    value = turn["value"]
     message = {"role": ROLES[source], "weight": turn.get("weight")}
     if source != "function_call":
         return message | {"content": value}

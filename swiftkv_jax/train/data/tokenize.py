@@ -18,7 +18,8 @@ VERSION = 2
 special tokens got them twice, and targets were also what templates write behind an answer's end
 token and as empty reasoning."""
 # A tokenizer call runs on all cores when it gets many texts; the second limit bounds its memory.
-_BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 2**22
+_BATCH_DOCUMENTS = 256
+_BATCH_CHARACTERS = 2**22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,8 @@ def tokenize(
         for document in documents
         for item in (renderer.render(document) if isinstance(document, Document) else [document])
     ):
-        special, plain = [], []
+        special = []
+        plain = []
         for item in batch:
             if isinstance(item, Rendered):
                 (special if _gets_special_tokens(item, tokenizer) else plain).append(item)
@@ -69,14 +71,16 @@ def tokenize(
 def _batches(items: Iterable[Rendered | Unreadable]) -> Iterator[list[Rendered | Unreadable]]:
     """Documents for one tokenizer call. An unreadable one ends its batch, so that it is reported
     before the next, which may take as long as a chat template is allowed to."""
-    batch, characters = [], 0
+    batch = []
+    characters = 0
     for item in items:
         batch.append(item)
         is_full = isinstance(item, Unreadable) or len(batch) == _BATCH_DOCUMENTS
         characters += 0 if isinstance(item, Unreadable) else len(item.text)
         if is_full or characters >= _BATCH_CHARACTERS:
             yield batch
-            batch, characters = [], 0
+            batch = []
+            characters = 0
     yield batch
 
 
@@ -116,13 +120,15 @@ def _ended(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and targets of a text with one end token, which is a target: its own, or one that is
     added. Shapes are those of `_inside`."""
-    end, added = tokenizer.eos_token_id, ids_after(tokenizer)
+    end = tokenizer.eos_token_id
+    added = ids_after(tokenizer)
     is_brought = brings_last_token(tokenizer, text)
     # The tokenizer's own, which are no part of the text.
     own = added if is_brought else [end]
     count = len(own)
     if ids[-count:].tolist() == own and (ranges[-count:, 0] == ranges[-count:, 1]).all():
-        ids, is_target = ids[:-count], is_target[:-count]
+        ids = ids[:-count]
+        is_target = is_target[:-count]
     if is_brought or end is None:
         return ids, is_target
     return np.append(ids, np.int32(end)), np.append(is_target, True)
@@ -136,7 +142,8 @@ def _inside(offsets: np.ndarray, spans: tuple[tuple[int, int], ...]) -> np.ndarr
     at its end.
     """
     edges = np.array(list(itertools.chain.from_iterable(spans)))
-    starts, stops = offsets[:, 0], offsets[:, 1]
+    starts = offsets[:, 0]
+    stops = offsets[:, 1]
     # odd: past the start of a span and not past its stop
     span = np.searchsorted(edges, stops, side="left")
     return (span % 2 == 1) & (starts >= edges[np.maximum(span, 1) - 1])
@@ -144,7 +151,8 @@ def _inside(offsets: np.ndarray, spans: tuple[tuple[int, int], ...]) -> np.ndarr
 
 def _touching(offsets: np.ndarray, spans: tuple[tuple[int, int], ...]) -> np.ndarray:
     """True for each token of which a character lies in a span. Shapes are those of `_inside`."""
-    starts, stops = offsets[:, 0], offsets[:, 1]
+    starts = offsets[:, 0]
+    stops = offsets[:, 1]
     found = np.zeros(len(offsets), bool)
     for start, stop in spans:
         is_empty = (starts == stops) & (stops == stop)  # spaces, trimmed

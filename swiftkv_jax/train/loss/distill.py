@@ -55,7 +55,8 @@ class Sums:
     def means(self, average: LossAverage = "targets") -> dict[str, Array]:
         """Per-token means, independent of padding, packing and device layout. `average` decides
         what `logits_loss` is divided by. `kl` is the same measure whatever the objective is."""
-        targets, tokens = jnp.maximum(self.targets, 1), jnp.maximum(self.tokens, 1)
+        targets = jnp.maximum(self.targets, 1)
+        tokens = jnp.maximum(self.tokens, 1)
         return {
             "logits_loss": self.divergence / (targets if average == "targets" else tokens),
             "hidden_loss": self.hidden / tokens,
@@ -144,7 +145,8 @@ def distill_sums(
         mesh=attention.mesh,
         chunk=chunk,
     )
-    targets, tokens = batch.loss_mask.sum(), real.sum()
+    targets = batch.loss_mask.sum()
+    tokens = real.sum()
     return Sums(divergence, hidden, targets, tokens, agreement, teacher_nll, student_nll, kl)
 
 
@@ -221,7 +223,8 @@ def chunk_length(batch: int, length: int, vocabulary: int, mesh: Mesh | None = N
     """Positions of a chunk whose logits on one device are `LOGITS_PER_CHUNK` entries at most: a
     power of two, so that rows and tiles divide evenly, or the whole `length`."""
     if mesh is not None:
-        batch, vocabulary = -(-batch // dp_size(mesh)), -(-vocabulary // mesh.shape[MODEL])
+        batch = -(-batch // dp_size(mesh))
+        vocabulary = -(-vocabulary // mesh.shape[MODEL])
     allowed = max(1, LOGITS_PER_CHUNK // (batch * vocabulary))
     return min(length, 2 ** (allowed.bit_length() - 1))
 

@@ -43,12 +43,15 @@ def divergence_and_gradient(
     `top_k` leaves out all but the teacher's k likeliest tokens (and any that tie with the last of
     them) from both softmaxes.
     """
-    student, teacher = student / temperature, teacher / temperature
+    student = student / temperature
+    teacher = teacher / temperature
     if top_k is not None:
         left_out = teacher < jax.lax.top_k(teacher, top_k)[0][..., -1:]
         student, teacher = (jnp.where(left_out, _LEFT_OUT, logits) for logits in (student, teacher))
-    log_q, log_p = jax.nn.log_softmax(student), jax.nn.log_softmax(teacher)
-    p, q = jnp.exp(log_p), jnp.exp(log_q)
+    log_q = jax.nn.log_softmax(student)
+    log_p = jax.nn.log_softmax(teacher)
+    p = jnp.exp(log_p)
+    q = jnp.exp(log_q)
     if kind == "forward":
         return temperature**2 * (p * (log_p - log_q)).sum(axis=-1), temperature * (q - p)
     log_m = log_p if kind == "reverse" else jnp.logaddexp(log_p, log_q) - jnp.log(2.0)

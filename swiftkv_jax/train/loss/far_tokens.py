@@ -69,7 +69,8 @@ def only_far(config: Config, attention: Attention, llama: Llama, batch: Batch) -
     half on. What the batch marks is ignored: if the far prompt kept its own too, nothing in it
     could be lost."""
     length = batch.tokens.shape[1]
-    at, half = jnp.arange(length), length // 2
+    at = jnp.arange(length)
+    half = length // 2
     near = at >= half - min(KEPT, length // 4)
     real = batch.segment_ids > 0
     cut = dataclasses.replace(

@@ -77,10 +77,12 @@ def _compile(
     options: CalibrationOptions, config: Config, mesh: Any, dtype: jnp.dtype, planned: float
 ) -> None:
     """Print the compiler's figures. Raises `OutOfMemoryError` if a batch does not fit."""
-    lowered, about = lower_batch(options, config, mesh, dtype), "weights and second moments"
+    lowered = lower_batch(options, config, mesh, dtype)
+    about = "weights and second moments"
     compile_and_report(lowered, mesh, "calibration", about, planned, _ADVICE)
     if config.has_two_caches:
-        lowered, about = lower_query_scale(options, config, mesh, dtype), "weights and delta"
+        lowered = lower_query_scale(options, config, mesh, dtype)
+        about = "weights and delta"
         compile_and_report(lowered, mesh, "scale of queries", about, planned, _ADVICE)
 
 
@@ -135,7 +137,8 @@ def memory_per_device(
     options: CalibrationOptions, config: Config, mesh: Any, dtype: jnp.dtype
 ) -> dict[str, float]:
     """Bytes of one device at the peak of a batch's pass, by kind."""
-    llama, shards = llama_shardings(config, mesh), moment_shardings(config, mesh)
+    llama = llama_shardings(config, mesh)
+    shards = moment_shardings(config, mesh)
     moments = sharded_bytes(moment_shapes(config), shards)
     rows = options.micro_batch_size // options.mesh.rows
     tp = mesh.shape[MODEL]
@@ -144,7 +147,8 @@ def memory_per_device(
     probabilities = min(PROBABILITIES_PER_CHUNK, rows * heads * options.max_length**2)
     maps = {}
     if config.prompt_attention_layers:
-        where, neurons = swiftkv_shardings(config, mesh).prompt_mlp, config.prompt_mlp_neurons
+        where = swiftkv_shardings(config, mesh).prompt_mlp
+        neurons = config.prompt_mlp_neurons
         maps["maps"] = sharded_bytes(swiftkv_shapes(config, dtype).prompt_mlp, where)
         sums = sharded_bytes(sum_shapes(config, neurons), sum_shardings(config, neurons, mesh))
         moments = max(moments, sums)  # those of a map are gathered before
@@ -162,9 +166,11 @@ def memory_per_device(
 def host_memory(config: Config, dtype: jnp.dtype) -> dict[str, float]:
     """Bytes of the host while the delta is solved, by kind, at the larger of two peaks: the
     regression of a group's last layer, and sharing among the group's layers."""
-    size, group = num_inputs(config), config.key_value_group_size
+    size = num_inputs(config)
+    group = config.key_value_group_size
     layer = 8.0 * size * kv_width(config)
-    fitting, sharing = (group - 1 + REGRESSION) * layer, 0.0
+    fitting = (group - 1 + REGRESSION) * layer
+    sharing = 0.0
     if group > 1:
         sharing = group * layer
         sharing += share_bytes(group, config.num_kv_heads, size, config.head_dim)
@@ -186,7 +192,8 @@ def lower_batch(
     options: CalibrationOptions, config: Config, mesh: Mesh, dtype: jnp.dtype
 ) -> jax.stages.Lowered:
     """The pass over one batch, not yet compiled. The devices of `mesh` need not exist."""
-    delta, where = swiftkv_shapes(config, dtype), swiftkv_shardings(config, mesh)
+    delta = swiftkv_shapes(config, dtype)
+    where = swiftkv_shardings(config, mesh)
     return add_batch.lower(
         config,
         Attention(mesh, options.attention),

@@ -25,13 +25,18 @@ def memory_per_device(
     The peak is in the backward pass through the upper layers, when the logits have been freed but
     the activations of the forward pass have not.
     """
-    size, tp = dtype.itemsize, mesh.shape[MODEL]
-    rows, positions = recipe.micro_batch_size // recipe.mesh.rows, recipe.max_length
-    upper, groups = config.num_upper_layers, config.num_kv_groups
+    size = dtype.itemsize
+    tp = mesh.shape[MODEL]
+    rows = recipe.micro_batch_size // recipe.mesh.rows
+    positions = recipe.max_length
+    upper = config.num_upper_layers
+    groups = config.num_kv_groups
     kv_heads = config.num_kv_heads // tp if config.num_kv_heads % tp == 0 else config.num_kv_heads
     heads = config.num_heads // tp if config.num_heads % tp == 0 else config.num_heads
     token = rows * positions * size  # bytes of one number per token
-    width, queries, mlp = config.embed_dim, heads * config.head_dim, config.mlp_dim // tp
+    width = config.embed_dim
+    queries = heads * config.head_dim
+    mlp = config.mlp_dim // tp
     if config.num_experts:
         # A device has room for all of its tokens' experts; of six arrays three are as wide as their
         # inputs and outputs (as compiled for an H200 and v5p).
@@ -93,7 +98,8 @@ def sharded_bytes(shapes: Any, shardings: Any) -> float:
 
 
 def _whole_weights(config: Config, tp: int, size: int) -> float:
-    layers, kv = 2 * stored_layer_weights(config), boundary_kv_weights(config)
+    layers = 2 * stored_layer_weights(config)
+    kv = boundary_kv_weights(config)
     return (layers + kv + config.vocab_size * config.embed_dim) * size / tp
 
 

@@ -137,7 +137,8 @@ def table_of_bytes(title: str, memory: dict[str, float]) -> str:
 def boundary_words(config: Config) -> str:
     """What of prompt attention layers, taps and an exact head there is, to end a list; empty if
     nothing."""
-    alone, taps = config.prompt_attention_layers, config.boundary_taps
+    alone = config.prompt_attention_layers
+    taps = config.boundary_taps
     words = f", {alone} prompt attention layers" * (alone > 0)
     if neurons := config.prompt_mlp_neurons:
         words += f" with {neurons:,} neurons each"
@@ -165,7 +166,8 @@ def describe_plan(recipe: Recipe, config: Config, dtype: jnp.dtype) -> str:
 
 def table_of_flops(parts: dict[str, float]) -> str:
     """In GFLOP, or in MFLOP where all is less than one."""
-    total, width = sum(parts.values()), max(map(len, parts))
+    total = sum(parts.values())
+    width = max(map(len, parts))
     unit, size = ("GFLOP", 1e9) if total >= 1e9 else ("MFLOP", 1e6)
     rows = [
         f"{name:<{width}}  {flops / size:7.1f}  {flops / total:4.0%}"
@@ -181,10 +183,8 @@ def count_devices(mesh: MeshShape) -> str:
 
 def _time_table(recipe: Recipe, config: Config, memory: float, machines: Sequence[Hardware]) -> str:
     """For each machine, the time of a step at the assumed utilisation, and whether it fits."""
-    per_token, devices = (
-        train_flops_per_token(config, recipe.max_length, remat=recipe.remat),
-        math.prod(recipe.mesh),
-    )
+    per_token = train_flops_per_token(config, recipe.max_length, remat=recipe.remat)
+    devices = math.prod(recipe.mesh)
     tokens = recipe.batch_size * recipe.max_length
     lines = [f"time at an assumed {ASSUMED_UTILISATION:.0%} of the published bfloat16 peak"]
     for machine in machines:
@@ -274,7 +274,8 @@ def compile_and_report(
     start = time.perf_counter()
     memory: Any = lowered.compile().memory_analysis()
     seconds = time.perf_counter() - start
-    peak, hardware = memory.peak_memory_in_bytes, hardware_of(device.device_kind)
+    peak = memory.peak_memory_in_bytes
+    hardware = hardware_of(device.device_kind)
     print(
         f"\n{device.device_kind}: compiled in {seconds:.0f} s; its compiler's figures per device, "
         f"in GiB"

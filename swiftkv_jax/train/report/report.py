@@ -97,7 +97,8 @@ def write_report(folder: Path) -> None:
     if missing := matplotlib_missing():
         logger.info("no %s: %s", REPORT, missing)
         return
-    recipe, rows = read_json(folder / RECIPE), read_metrics(folder / METRICS)
+    recipe = read_json(folder / RECIPE)
+    rows = read_metrics(folder / METRICS)
     if not rows:
         raise UsageError(f"{folder / METRICS}: nothing is logged yet")
     if not (isinstance(recipe.get("config"), dict) and isinstance(recipe.get("max_steps"), int)):
@@ -148,7 +149,8 @@ def far_sentence(evaluations: Sequence[dict[str, Any]]) -> str:
     measured = [row for row in evaluations if EVAL_FAR_TOKENS in row]
     if not measured:
         return "Loss on far tokens: not measured (eval_data)."
-    tokens, lost = measured[-1][EVAL_FAR_TOKENS], measured[-1].get(EVAL_FAR_NATS)
+    tokens = measured[-1][EVAL_FAR_TOKENS]
+    lost = measured[-1].get(EVAL_FAR_NATS)
     if not loses_too_much(tokens, lost):
         return ""
     return (

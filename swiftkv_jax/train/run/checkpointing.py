@@ -37,7 +37,8 @@ from .step import TrainState
 
 logger = logging.getLogger(__name__)
 
-DAMAGED, REPLACED = "checkpoints-damaged", "checkpoints-replaced"
+DAMAGED = "checkpoints-damaged"
+REPLACED = "checkpoints-replaced"
 """Folders beside `checkpoints` for states that are damaged, and for states after the step that
 `resume` names."""
 
@@ -152,7 +153,8 @@ class RunCheckpoints:
         return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
     def _check_run(self, found: Metadata, wanted: dict[str, Any], path: Path) -> None:
-        then, now = found.fingerprint, self._fingerprint
+        then = found.fingerprint
+        now = self._fingerprint
         names = sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
         if names:
             different = "; ".join(

@@ -86,7 +86,9 @@ def _batches(
     chosen: range | None,
 ) -> Iterator[Batch]:
     sharder = BatchSharder(batch_sharding(mesh), (options.micro_batch_size,))
-    count, positions, tail = sharder.num_rows, sharder.positions, own_tail(config)
+    count = sharder.num_rows
+    positions = sharder.positions
+    tail = own_tail(config)
     if chosen is None:
         limit = options.eval_micro_batches
         found = first_batches(data, count, positions=positions, limit=limit, own_tail=tail)
@@ -127,7 +129,8 @@ def evaluate(
 
 def compare_rows(step: Callable[[Batch], Sums], rows: HeldOut) -> tuple[Sums, Sums]:
     """Sums over all predictions in `rows`, and over the far-dependent ones."""
-    every, parts = [*rows.batches, *rows.far_batches], []
+    every = [*rows.batches, *rows.far_batches]
+    parts = []
     for batch in track(every, "evaluating", len(every)):
         parts.append(step(batch))
         jax.block_until_ready(parts[-1])  # what is counted is done

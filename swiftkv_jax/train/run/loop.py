@@ -86,8 +86,11 @@ def run(recipe: Recipe) -> RunResult:
     `OutOfMemoryError`.
     """
     opened = open_run(recipe, check_run, training_configs)
-    recipe, mesh, data = opened.options, opened.mesh, opened.data
-    exported, continues = opened.exported, bool(run_steps(recipe.output_dir))
+    recipe = opened.options
+    mesh = opened.mesh
+    data = opened.data
+    exported = opened.exported
+    continues = bool(run_steps(recipe.output_dir))
     if recipe.eval_data is None and not continues:
         logger.warning(
             "without `eval_data` nothing shows what the student loses on tokens that depend on the "
@@ -100,7 +103,8 @@ def run(recipe: Recipe) -> RunResult:
     config = model.config
     logger.info("%s", describe_run(recipe, model, mesh))
     optimizer = make_optimizer(recipe, steps)
-    shapes, shardings = state_shapes(config, optimizer), state_shardings(config, optimizer, mesh)
+    shapes = state_shapes(config, optimizer)
+    shardings = state_shardings(config, optimizer, mesh)
     checkpoints = RunCheckpoints(
         recipe.output_dir,
         fingerprint(recipe, model, initial_delta_digest, data, steps),
@@ -162,7 +166,8 @@ def check_run(recipe: Recipe, source: Source, config: Config) -> None:
     check_loss(recipe, config)
     check_trainable(config)
     check_resume(recipe.output_dir, recipe.resume)
-    exported, continues = recipe.output_dir / EXPORT, bool(run_steps(recipe.output_dir))
+    exported = recipe.output_dir / EXPORT
+    continues = bool(run_steps(recipe.output_dir))
     if exported.exists() and not continues:
         raise UsageError(
             f"`output_dir`={recipe.output_dir} holds a model but no run to continue; name "
@@ -188,7 +193,9 @@ def train(
     context: RunContext, state: TrainState, checkpoints: RunCheckpoints
 ) -> tuple[TrainState, int]:
     """Take the steps from `state` on: (the last state, the signal that stopped the run or 0)."""
-    recipe, steps, first = context.recipe, context.steps, int(state.step)
+    recipe = context.recipe
+    steps = context.steps
+    first = int(state.step)
     train_step = make_train_step(context.config, recipe, context.optimizer, context.mesh)
     attention = Attention(context.mesh, recipe.attention, recipe.shard_sequence)
     eval_step = make_eval_step(context.config, recipe.objective, attention)

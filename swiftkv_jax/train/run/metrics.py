@@ -166,7 +166,8 @@ class _WeightsAndBiases:
     it has already."""
 
     def __init__(self, folder: Path):
-        wandb, kept_id = _package("wandb"), folder / "wandb_id"
+        wandb = _package("wandb")
+        kept_id = folder / "wandb_id"
         known = kept_id.read_text().strip() if kept_id.exists() else None
         self._run = wandb.init(
             project="swiftkv-jax", name=folder.name, dir=str(folder), id=known, resume="allow"
@@ -214,7 +215,9 @@ class MetricsRecorder:
         newest_saved: Callable[[], int | None],
     ):
         """`newest_saved` returns the newest step that can be continued from, None for none."""
-        self._recipe, self._progress, self._steps = recipe, progress, steps
+        self._recipe = recipe
+        self._progress = progress
+        self._steps = steps
         self._newest_saved = newest_saved
         self._rate = learning_rate(recipe, steps)
         self._unread: _UnreadStep | None = None
@@ -234,7 +237,8 @@ class MetricsRecorder:
         Raises `DivergenceError`."""
         if self._unread is None:
             return
-        unread, self._unread = self._unread, None
+        unread = self._unread
+        self._unread = None
         numbers = self._read(unread)
         if unread.step % self._recipe.logging_steps == 0 or unread.step == self._steps:
             useful = numbers.pop("tokens") / (self._recipe.batch_size * self._recipe.max_length)

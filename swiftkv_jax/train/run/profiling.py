@@ -24,7 +24,8 @@ class ProfileWindow:
     """
 
     def __init__(self, steps: str | None, folder: Path):
-        self._folder, self._running = str(folder), False
+        self._folder = str(folder)
+        self._running = False
         self._steps = range(0) if steps is None else parse_steps(steps)
 
     def __enter__(self) -> ProfileWindow:

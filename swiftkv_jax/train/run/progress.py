@@ -75,7 +75,8 @@ def track[Item](
     goes away, or in plain lines, one at the start and then every `SECONDS_BETWEEN_LINES` at
     most."""
     units = f"{unit}es" if unit.endswith("ch") else f"{unit}s"
-    on_terminal, since = _on_terminal(), time.monotonic()
+    on_terminal = _on_terminal()
+    since = time.monotonic()
     if not on_terminal:
         logger.info("%s: %d %s", what, total, unit if total == 1 else units)
     with tqdm(
@@ -121,9 +122,12 @@ class Progress:
             dynamic_ncols=True,
             bar_format=_BAR,
         )
-        self._steps, self._tokens_per_step = steps, tokens_per_step
-        self._flops_per_token, self._peak = flops_per_token, peak
-        self._started, self._newest = 0, None
+        self._steps = steps
+        self._tokens_per_step = tokens_per_step
+        self._flops_per_token = flops_per_token
+        self._peak = peak
+        self._started = 0
+        self._newest = None
         self.restart_clock()
 
     def advance(self, newest: Any) -> None:
@@ -133,7 +137,8 @@ class Progress:
         Accelerators then still compute it, while a CPU has often finished: that is queried, without
         waiting.
         """
-        self._started, self._newest = self._started + 1, newest
+        self._started += 1
+        self._newest = newest
         self._bar.update()
 
     def restart_clock(self) -> None:
@@ -186,7 +191,8 @@ class Progress:
         return self._started - pending
 
     def _speed(self, useful_share: float) -> dict[str, float]:
-        seconds, done = time.perf_counter() - self._since, self._steps_done() - self._done_before
+        seconds = time.perf_counter() - self._since
+        done = self._steps_done() - self._done_before
         if not done:
             return {}
         tokens_per_second = done * self._tokens_per_step / seconds

@@ -38,7 +38,8 @@ class StopSignals:
         """
         if jax.process_count() == 1:
             return self.received
-        before, self._pending = self._pending, _largest(self.received)
+        before = self._pending
+        self._pending = _largest(self.received)
         return 0 if before is None else int(before)
 
     def _record(self, number: int, frame: Any) -> None:
