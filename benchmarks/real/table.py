@@ -24,6 +24,7 @@ _COLUMNS = (
     "agreement",
     "far",
     *(task.name for task in documents.TASKS),
+    "HumanEval",
 )
 _TITLES = {"english": "English", "code": "code"}
 
@@ -159,6 +160,7 @@ def _line(cell: Cell, layers: int) -> tuple[str, ...]:
         f"{agreement:.1%}",
         _far(cell),
         *(_answers(cell["tasks"].get(task.name)) for task in documents.TASKS),
+        _points(cell.get("human_eval")),
     )
 
 
@@ -182,7 +184,9 @@ def _nats(figure: dict[str, float]) -> str:
     return f"{figure['value']:+.2f} ± {figure['stderr']:.2f}"
 
 
-def _points(found: dict[str, Any]) -> str:
+def _points(found: dict[str, Any] | None) -> str:
     """A difference of two shares, in points."""
+    if found is None:
+        return ""
     difference = found["difference"]
     return f"{100 * difference['value']:+.0f} ± {100 * difference['stderr']:.0f}"

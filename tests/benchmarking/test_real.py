@@ -14,7 +14,7 @@ import pytest
 import swiftkv_jax as skv
 from benchmarks import distill_real
 from benchmarks.real import __main__ as command
-from benchmarks.real import cells, corpus, documents, forward, measure, parts, table
+from benchmarks.real import cells, corpus, documents, forward, human_eval, measure, parts, table
 from benchmarks.real.rows import quiz_rows, text_rows
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.plan.presets import LLAMA_8B
@@ -172,6 +172,38 @@ def test_errors_are_of_paired_differences():
     assert measure.ratio(np.array([2.0, 4.0]), np.array([1.0, 2.0]))["stderr"] == 0
 
 
+# HumanEval -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "program, expected",
+    [
+        ("import math, re\nassert math.sqrt(4) == 2", True),
+        ("assert 1 == 2", False),
+        ("import os\nos._exit(0)", False),
+        ("print('0' * 32)\nraise SystemExit(0)", False),
+        ("import socket\nsocket.create_connection(('127.0.0.1', 9), 2)", False),
+        ("import subprocess\nsubprocess.run(['true'])", False),
+        ("open('kept', 'w')", False),
+        ("x = bytearray(2**31)", False),
+    ],
+)
+def test_what_a_model_wrote_runs_apart(program, expected):
+    try:
+        assert human_eval.runs(program) is expected
+    except UsageError:
+        pytest.skip("this machine has no network namespaces")
+
+
+def test_a_problem_is_the_function_and_its_tests(monkeypatch):
+    problem = human_eval.Problem("p", "def f(x):\n", "def check(f):\n    assert f(1) == 2", "f")
+    monkeypatch.setattr(human_eval, "runs", lambda program: exec(program, {}) is None)
+    assert human_eval.passes(problem, "    return x + 1\n")
+    with pytest.raises(AssertionError):
+        human_eval.passes(problem, "    return x\n")
+    assert human_eval.choose([problem], 5, 0) == [problem]
+
+
 # Commands --------------------------------------------------------------------------
 
 
@@ -311,11 +343,11 @@ def test_table():
         "cells": [cell.key | figures for cell in made],
     }
     newer = copy.deepcopy(document)
-    newer["cells"] = [newer["cells"][2] | {"prefill_share": 0.5}]
+    newer["cells"] = [newer["cells"][2] | {"human_eval": task}]
     lines = table.table([document, newer]).splitlines()[2:]
     assert lines[0] == (
-        "| 20 (67%) | closed form | `own`, tail 64 |  | 50.0% | +1.2% ± 0.4 | +1.2% ± 0.4 | 0.012 "
-        "| 90.0% | +0.66 ± 0.05 |" + " -25 ± 7, +0.60 ± 0.07 |" * 3
+        "| 20 (67%) | closed form | `own`, tail 64 |  | 60.4% | +1.2% ± 0.4 | +1.2% ± 0.4 | 0.012 "
+        "| 90.0% | +0.66 ± 0.05 |" + " -25 ± 7, +0.60 ± 0.07 |" * 3 + " -25 ± 7 |"
     )
     starts = ["| 15 (50%) | closed form | `boundary` |  |"]
     starts += ["| 15 (50%) | tap, attention of 2 | `own`, tail 64 | 0.26M |"]
@@ -323,7 +355,7 @@ def test_table():
     section = table.section([document, newer])
     assert "75% of 44 of `recall`" in section and "15 (50%) | closed form" not in section
     assert (
-        "| 20 (67%) | closed form |  | 50.0% | +1.2% ± 0.4 | +1.2% ± 0.4 | +0.66 ± 0.05 |"
+        "| 20 (67%) | closed form |  | 60.4% | +1.2% ± 0.4 | +1.2% ± 0.4 | +0.66 ± 0.05 |"
         in section
     )
     assert section.count(" -25 ± 7 | -25 ± 7 | -25 ± 7 |") == 2
