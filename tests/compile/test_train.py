@@ -21,6 +21,7 @@ from swiftkv_jax.plan.presets import (
     QWEN3_30B_A3B,
 )
 from swiftkv_jax.plan.topology import topology_mesh
+from swiftkv_jax.train.calibrate_options import CalibrationOptions
 from swiftkv_jax.train.plan import calibration_plan
 from swiftkv_jax.train.plan.memory import fits, memory_per_device
 from swiftkv_jax.train.plan.plan import lower_step
@@ -89,12 +90,14 @@ CALIBRATIONS: dict[str, tuple[Config, str, str, int]] = {
 @pytest.mark.parametrize("name", CALIBRATIONS)
 def test_a_calibration_fits_as_planned(name):
     config, topology, shape, rows = CALIBRATIONS[name]
-    recipe = Recipe(model="", data=(), output_dir=Path(), mesh=parse_mesh(shape), batch_size=rows)
-    mesh, dtype = topology_mesh(topology, recipe.mesh), jnp.dtype(jnp.bfloat16)
-    compiled, kernels = with_kernels(calibration_plan.lower_batch(recipe, config, mesh, dtype))
+    options = CalibrationOptions(
+        model="", data=(), output_dir=Path(), mesh=parse_mesh(shape), batch_size=rows
+    )
+    mesh, dtype = topology_mesh(topology, options.mesh), jnp.dtype(jnp.bfloat16)
+    compiled, kernels = with_kernels(calibration_plan.lower_batch(options, config, mesh, dtype))
     figures: Any = compiled.memory_analysis()
     peak = figures.peak_memory_in_bytes
-    planned = sum(calibration_plan.memory_per_device(recipe, config, mesh, dtype).values())
+    planned = sum(calibration_plan.memory_per_device(options, config, mesh, dtype).values())
     print(f"{name}: peak {peak / GIB:.2f} GiB, planned {planned / GIB:.2f}")
     hardware = hardware_of(mesh.devices.flat[0].device_kind)
     assert hardware is not None and fits(peak, hardware)
@@ -104,7 +107,9 @@ def test_a_calibration_fits_as_planned(name):
     assert (
         figures.alias_size_in_bytes
         >= 0.99
-        * calibration_plan.memory_per_device(recipe, config, mesh, dtype)["second moments, float32"]
+        * calibration_plan.memory_per_device(options, config, mesh, dtype)[
+            "second moments, float32"
+        ]
     ), "the moments are updated in place"
 
 
@@ -120,11 +125,13 @@ def test_the_pass_for_the_scale_of_queries_needs_less(name):
     """Than the pass before it, whose memory the plan states."""
     config, topology, shape, rows = SCALES[name]
     config = dataclasses.replace(config, key_value_group_size=4, generated_kv="own", exact_tail=64)
-    recipe = Recipe(model="", data=(), output_dir=Path(), mesh=parse_mesh(shape), batch_size=rows)
-    mesh, dtype = topology_mesh(topology, recipe.mesh), jnp.dtype(jnp.bfloat16)
-    lowered = calibration_plan.lower_query_scale(recipe, config, mesh, dtype)
+    options = CalibrationOptions(
+        model="", data=(), output_dir=Path(), mesh=parse_mesh(shape), batch_size=rows
+    )
+    mesh, dtype = topology_mesh(topology, options.mesh), jnp.dtype(jnp.bfloat16)
+    lowered = calibration_plan.lower_query_scale(options, config, mesh, dtype)
     figures: Any = lowered.compile().memory_analysis()
     peak = figures.peak_memory_in_bytes
-    planned = sum(calibration_plan.memory_per_device(recipe, config, mesh, dtype).values())
+    planned = sum(calibration_plan.memory_per_device(options, config, mesh, dtype).values())
     print(f"{name}: peak {peak / GIB:.2f} GiB, planned {planned / GIB:.2f}")
     assert peak < planned
