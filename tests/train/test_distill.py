@@ -62,7 +62,8 @@ def test_hidden_layers_are_counted_as_hugging_face_does():
 
 
 def test_gradient_agrees_with_finite_differences_and_reaches_only_the_delta():
-    model, tokens, mask = make_model(noise=0.05, group=3), make_tokens(), jnp.ones((2, 13))
+    model, tokens = make_model(noise=0.05, group=3), make_tokens()
+    mask = jnp.ones((2, 13)).at[0, :9].set(0)
 
     def loss(delta, llama):
         return distill_loss(dataclasses.replace(model, swiftkv=delta, llama=llama), tokens, mask)[0]
@@ -151,6 +152,9 @@ def test_kl_is_that_of_the_logits_whatever_is_minimised(options):
     kl = ((np.exp(log_p) * (log_p - log_q)).sum(-1) * mask).sum() / mask.sum()
     assert kl > 1e-3
     np.testing.assert_allclose(means["kl"], kl, rtol=1e-4)
+    next_tokens = np.roll(np.asarray(tokens), -1, axis=1)[..., None]
+    nll = -np.take_along_axis(log_p, next_tokens, -1)[..., 0]
+    np.testing.assert_allclose(means["teacher_loss"], (nll * mask).sum() / mask.sum(), rtol=1e-4)
     same = np.isclose(float(means["logits_loss"]), kl, rtol=1e-3)
     assert same == (options == {"temperature": 1.0})
 

@@ -54,6 +54,16 @@ def test_the_first_request_is_never_preempted():
     assert ends[0][1] <= 100 // 3 + 2, "it decoded in every call"
 
 
+def test_a_preempted_request_waits_first():
+    """Before one that came later, and has no room either."""
+    engine, _ = mock_engine(slots=2, num_pages=32, reserve_tokens=3, max_model_len=128)
+    for request in (ask(0, 100), ask(1, 100), Request([4] * 100, SamplingParams(max_tokens=4))):
+        engine.add_request(request)
+    while not engine.stats.preemptions:
+        engine.step()
+    assert [state.request_id for state in engine._scheduler.waiting] == [1, 2]
+
+
 def test_samples_of_one_prompt_reserve_all():
     engine, _ = mock_engine(slots=4, num_pages=64, reserve_tokens=3)
     params = SamplingParams(max_tokens=40, n=2, ignore_eos=True)
