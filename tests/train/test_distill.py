@@ -66,7 +66,8 @@ def test_gradient_agrees_with_finite_differences_and_reaches_only_the_delta():
     mask = jnp.ones((2, 13)).at[0, :9].set(0)
 
     def loss(delta, llama):
-        return distill_loss(dataclasses.replace(model, swiftkv=delta, llama=llama), tokens, mask)[0]
+        student = dataclasses.replace(model, swiftkv=delta, llama=llama)
+        return distill_loss(student, tokens, mask, hidden_weight=1e-3)[0]
 
     of_delta, of_llama = jax.jit(jax.grad(loss, argnums=(0, 1)))(model.swiftkv, model.llama)
     assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(of_delta))
