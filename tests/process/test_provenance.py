@@ -21,7 +21,7 @@ def test_it_is_json_and_says_where_and_with_what(monkeypatch):
 
 
 def test_the_root_is_the_checkout():
-    assert (provenance.ROOT / "swiftkv_jax" / "io").is_dir()
+    assert (provenance.ROOT / "swiftkv_jax" / "process").is_dir()
 
 
 @pytest.mark.parametrize(
