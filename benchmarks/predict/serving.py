@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shlex
-from collections import abc
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from swiftkv_jax.infer.bench.summary import compare, derive, variant_of
 from swiftkv_jax.infer.bench.timing import Raw, measure
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import EngineOptions
-from swiftkv_jax.infer.engine.request_state import Chunk, Sequence
+from swiftkv_jax.infer.engine.request_state import Chunk, SequenceState
 from swiftkv_jax.infer.engine.sampler_output import AsyncOutput, SamplerOutput
 from swiftkv_jax.infer.runner.layout import Layout
 from swiftkv_jax.infer.runner.prefill_chunk import chunk_needs
@@ -87,11 +87,11 @@ class PredictedRunner:
     def num_compilations(self) -> int:
         return 0
 
-    def remove_sequences(self, slots: abc.Sequence[int]) -> None:
+    def remove_sequences(self, slots: Sequence[int]) -> None:
         for slot in slots:
             self._rows.pop(slot, None)
 
-    def add_sequences(self, sequences: abc.Sequence[Sequence]) -> None:
+    def add_sequences(self, sequences: Sequence[SequenceState]) -> None:
         for sequence in sequences:
             cached = sequence.request_state.prefill_target
             self._rows[sequence.slot] = cached, sequence.num_remaining_tokens
@@ -110,7 +110,7 @@ class PredictedRunner:
         tiles += [0] * (num_tiles - len(tiles))
         return self._run(self.model.chunk_seconds(size, tiles, context))
 
-    def run_decode(self, sequences: abc.Sequence[Sequence], steps: int) -> AsyncOutput:
+    def run_decode(self, sequences: Sequence[SequenceState], steps: int) -> AsyncOutput:
         slots = [sequence.slot for sequence in sequences]
         size = next(size for size in self.shapes.decode_rows if size >= len(slots))
         rows = [self._rows[slot] for slot in slots]
@@ -126,11 +126,11 @@ class PredictedRunner:
             self._rows[slot] = cached + emitted, left - emitted
         return self._run(seconds, tokens)
 
-    def update_pages(self, sequences: abc.Sequence[Sequence]) -> None:
+    def update_pages(self, sequences: Sequence[SequenceState]) -> None:
         pass
 
     def run_decode_constrained(
-        self, sequences: abc.Sequence[Sequence], masks: np.ndarray
+        self, sequences: Sequence[SequenceState], masks: np.ndarray
     ) -> AsyncOutput:
         raise NotImplementedError("grammars are not predicted")
 

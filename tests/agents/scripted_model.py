@@ -14,7 +14,7 @@ left out.
 
 import dataclasses
 import re
-from collections import abc
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 from swiftkv_jax import demo
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import EngineOptions
-from swiftkv_jax.infer.engine.request_state import RequestState, Sequence
+from swiftkv_jax.infer.engine.request_state import RequestState, SequenceState
 from swiftkv_jax.infer.engine.sampler_output import NON_FINITE, AsyncOutput, SamplerOutput
 from swiftkv_jax.infer.runner.shapes import Shapes
 from swiftkv_jax.infer.structured.structured_outputs import GrammarCompiler
@@ -83,7 +83,7 @@ class ScriptedModelRunner(MockModelRunner):
         self._answers: dict[int, list[int]] = {}
         """Slot -> tokens that are still to be written."""
 
-    def add_sequences(self, sequences: abc.Sequence[Sequence]) -> None:
+    def add_sequences(self, sequences: Sequence[SequenceState]) -> None:
         super().add_sequences(sequences)
         for sequence in sequences:
             tokens = sequence.request_state.prefill_token_ids
@@ -92,17 +92,17 @@ class ScriptedModelRunner(MockModelRunner):
     def _tokens(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def run_decode(self, sequences: abc.Sequence[Sequence], steps: int) -> AsyncOutput:
+    def run_decode(self, sequences: Sequence[SequenceState], steps: int) -> AsyncOutput:
         return self._decode(sequences, steps)
 
     def run_decode_constrained(
-        self, sequences: abc.Sequence[Sequence], masks: np.ndarray
+        self, sequences: Sequence[SequenceState], masks: np.ndarray
     ) -> AsyncOutput:
         allowed = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
         return self._decode(sequences, 1, allowed)
 
     def _decode(
-        self, sequences: abc.Sequence[Sequence], steps: int, allowed: np.ndarray | None = None
+        self, sequences: Sequence[SequenceState], steps: int, allowed: np.ndarray | None = None
     ) -> AsyncOutput:
         emitted = np.full((len(sequences), steps), -1)
         for number, sequence in enumerate(sequences):
@@ -139,15 +139,15 @@ class ScriptedModelRunner(MockModelRunner):
         return SamplerOutput(token, np.zeros(token.shape, np.float32), nothing, nothing * np.inf)
 
     def _write(
-        self, state: RequestState, pages: abc.Sequence[int], start: int, tokens: abc.Sequence[int]
+        self, state: RequestState, pages: Sequence[int], start: int, tokens: Sequence[int]
     ) -> None:
         """Pages are checked by the engine's own tests; prompts here are long."""
 
     def _check(
         self,
         state: RequestState,
-        pages: abc.Sequence[int],
-        tokens: abc.Sequence[int],
+        pages: Sequence[int],
+        tokens: Sequence[int],
         query: int,
     ) -> None: ...
 

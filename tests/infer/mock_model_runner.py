@@ -4,14 +4,14 @@ their own keys and values, so every read of a page can check that it holds the r
 import collections
 import dataclasses
 import hashlib
-from collections import abc
+from collections.abc import MutableSequence, Sequence
 
 import numpy as np
 
 from swiftkv_jax.infer.engine.chunk_builder import Limits
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import EngineOptions
-from swiftkv_jax.infer.engine.request_state import Chunk, RequestState, Sequence
+from swiftkv_jax.infer.engine.request_state import Chunk, RequestState, SequenceState
 from swiftkv_jax.infer.engine.requests import ScoreRequest
 from swiftkv_jax.infer.engine.sampler_output import AsyncOutput, SamplerOutput
 from swiftkv_jax.infer.engine.scheduler import MAX_SKIPS
@@ -33,7 +33,7 @@ CONFIG = Config(
 )
 
 
-def next_token(tokens: abc.Sequence[int], sample: int = 0, ends: bool = True) -> int:
+def next_token(tokens: Sequence[int], sample: int = 0, ends: bool = True) -> int:
     """A fixed function of all the tokens before."""
     digest = hashlib.blake2b(
         np.array([sample, *tokens], np.int32).tobytes(), digest_size=4
@@ -42,7 +42,7 @@ def next_token(tokens: abc.Sequence[int], sample: int = 0, ends: bool = True) ->
 
 
 def continuation(
-    prompt: abc.Sequence[int], max_tokens: int, sample: int = 0, *, ends: bool = True
+    prompt: Sequence[int], max_tokens: int, sample: int = 0, *, ends: bool = True
 ) -> list[int]:
     """What the mock answers, without the end token."""
     tokens = list(prompt)
@@ -55,7 +55,7 @@ def continuation(
 
 @dataclasses.dataclass
 class Row:
-    sequence: Sequence
+    sequence: SequenceState
     tokens: list[int]
     remaining: int
 
@@ -68,7 +68,7 @@ class MockModelRunner:
         self.shapes, self.limits, self.window = shapes, limits, window
         self.pages = np.full((shapes.dp_size, shapes.num_pages, shapes.page_size), -1)
         self.rows: dict[int, Row] = {}
-        self.calls: abc.MutableSequence[str] = []
+        self.calls: MutableSequence[str] = []
 
     def prepare(self) -> None:
         self.calls.append("prepare")
@@ -76,11 +76,11 @@ class MockModelRunner:
     def num_compilations(self) -> int:
         return 0
 
-    def remove_sequences(self, slots: abc.Sequence[int]) -> None:
+    def remove_sequences(self, slots: Sequence[int]) -> None:
         for slot in slots:
             self.rows.pop(slot, None)
 
-    def add_sequences(self, sequences: abc.Sequence[Sequence]) -> None:
+    def add_sequences(self, sequences: Sequence[SequenceState]) -> None:
         for sequence in sequences:
             assert 0 <= sequence.slot < self.shapes.dp_size * self.shapes.slots
             old = self.rows.get(sequence.slot)
@@ -88,7 +88,7 @@ class MockModelRunner:
             tokens = list(sequence.request_state.prefill_token_ids)
             self.rows[sequence.slot] = Row(sequence, tokens, sequence.num_remaining_tokens)
 
-    def update_pages(self, sequences: abc.Sequence[Sequence]) -> None:
+    def update_pages(self, sequences: Sequence[SequenceState]) -> None:
         assert all(self.rows[sequence.slot].sequence is sequence for sequence in sequences)
 
     def run_chunk(self, chunk: Chunk) -> AsyncOutput | None:
@@ -125,7 +125,7 @@ class MockModelRunner:
                 self.pages[dp_rank, target] = self.pages[dp_rank, source]
         return AsyncOutput(likeliest, "scores" if likeliest else None) if scheduled_tokens else None
 
-    def run_decode(self, sequences: abc.Sequence[Sequence], steps: int) -> AsyncOutput:
+    def run_decode(self, sequences: Sequence[SequenceState], steps: int) -> AsyncOutput:
         assert all(sequence.matcher is None for sequence in sequences)
         if steps != self.shapes.decode_steps:
             per_shard = collections.Counter(one.request_state.dp_rank for one in sequences)
@@ -134,7 +134,7 @@ class MockModelRunner:
         return self._decode(sequences, steps)
 
     def run_decode_constrained(
-        self, sequences: abc.Sequence[Sequence], masks: np.ndarray
+        self, sequences: Sequence[SequenceState], masks: np.ndarray
     ) -> AsyncOutput:
         assert masks.shape == (len(sequences), -(-VOCAB // 32))
         self.calls.append(f"constrained {len(sequences)}")
@@ -142,7 +142,7 @@ class MockModelRunner:
         return self._decode(sequences, 1, bits[:, :VOCAB])
 
     def _decode(
-        self, sequences: abc.Sequence[Sequence], steps: int, allowed: np.ndarray | None = None
+        self, sequences: Sequence[SequenceState], steps: int, allowed: np.ndarray | None = None
     ) -> AsyncOutput:
         assert len({sequence.slot for sequence in sequences}) == len(sequences) > 0
         emitted = np.full((len(sequences), steps), -1)
@@ -177,7 +177,7 @@ class MockModelRunner:
         )
 
     def _write(
-        self, state: RequestState, pages: abc.Sequence[int], start: int, tokens: abc.Sequence[int]
+        self, state: RequestState, pages: Sequence[int], start: int, tokens: Sequence[int]
     ) -> None:
         size = self.shapes.page_size
         for at, token in enumerate(tokens, start):
@@ -186,8 +186,8 @@ class MockModelRunner:
     def _check(
         self,
         state: RequestState,
-        pages: abc.Sequence[int],
-        tokens: abc.Sequence[int],
+        pages: Sequence[int],
+        tokens: Sequence[int],
         query: int,
     ) -> None:
         """All that positions from `query` on see is there."""

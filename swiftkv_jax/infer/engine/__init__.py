@@ -1,1 +1,1 @@
-"""The engine: scheduling and bookkeeping of requests, without JAX."""
+"""The engine: scheduling and bookkeeping of requests. No module of it imports JAX."""

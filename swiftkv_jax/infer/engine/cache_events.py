@@ -1,10 +1,10 @@
 """Records what enters and leaves the prefix cache, for routers that send a request to the server
-that has its prefix cached. Imports no JAX."""
+that has its prefix cached."""
 
 from __future__ import annotations
 
 import collections
-from collections import abc
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -16,7 +16,7 @@ class TokenSource(Protocol):
     @property
     def cache_salt(self) -> str: ...
 
-    def token_ids_at(self, start: int, stop: int) -> abc.Sequence[int]:
+    def token_ids_at(self, start: int, stop: int) -> Sequence[int]:
         """Tokens at positions `start .. stop-1`."""
         ...
 
@@ -52,7 +52,7 @@ class CacheEvents:
         """Key -> shards that have its page cached."""
         self._events: list[CacheEvent] = []
 
-    def store(self, keys: abc.Sequence[bytes], numbers: list[int], source: TokenSource) -> None:
+    def store(self, keys: Sequence[bytes], numbers: list[int], source: TokenSource) -> None:
         """Record that a shard has cached the pages `numbers`, ascending, of a sequence with the
         page keys `keys`. `source` has its tokens."""
         new = [number for number in numbers if not self._shards[keys[number]]]

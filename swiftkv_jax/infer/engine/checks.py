@@ -1,4 +1,4 @@
-"""Checks of a request before it is queued. Imports no JAX."""
+"""Checks of a request before it is queued."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A chunk of prefill while it is planned, within the shapes that were compiled. Imports no JAX."""
+"""A chunk of prefill while it is planned, within the shapes that were compiled."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The engine: requests in, outputs out, by continuous batching over static buffers. It handles
-token ids only, and imports no JAX.
+token ids only.
 
 Each `step` sends the device chunks of prefill, at most one for each token of a decode call, and one
 decode call, then reads the results of the step before: the host is one step behind, so the device
@@ -19,8 +19,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections import abc, deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,7 +34,7 @@ from .model_runner_base import ModelRunnerBase
 from .options import EngineOptions
 from .outputs import Scores, Sent, failed_output, sequence_output
 from .page_pool import PagePool, PrefixStats
-from .request_state import Chunk, RequestState, Sequence
+from .request_state import Chunk, RequestState, SequenceState
 from .requests import NOT_FINITE, Request, RequestOutput, ScoreRequest
 from .run import Run
 from .sampler_output import AsyncOutput, SamplerOutput
@@ -57,7 +57,7 @@ class Engine[R: ModelRunnerBase]:
         model_runner: R,
         *,
         config: Config,
-        eos_token_ids: abc.Sequence[int],
+        eos_token_ids: Sequence[int],
         options: EngineOptions,
         max_skips: int = MAX_SKIPS,
     ):
@@ -309,8 +309,8 @@ class Engine[R: ModelRunnerBase]:
         return 1 if rows and self._scheduler.most_running <= rows else shapes.decode_steps
 
     def _masks(
-        self, sequences: list[Sequence], outputs: list[RequestOutput]
-    ) -> tuple[list[Sequence], np.ndarray]:
+        self, sequences: list[SequenceState], outputs: list[RequestOutput]
+    ) -> tuple[list[SequenceState], np.ndarray]:
         """Return (sequences that can continue, the tokens that each may emit), and end the
         others."""
         masks = np.zeros((len(sequences), mask_words(self.config.vocab_size)), np.uint32)
@@ -358,7 +358,9 @@ class Engine[R: ModelRunnerBase]:
         finally:
             self.stats.wait_seconds += time.perf_counter() - start
 
-    def _add_tokens(self, sequence: Sequence, sampled: SamplerOutput, row: int) -> RequestOutput:
+    def _add_tokens(
+        self, sequence: SequenceState, sampled: SamplerOutput, row: int
+    ) -> RequestOutput:
         """The output with the new tokens of a sequence. If one of them ends the sequence, it is
         finished."""
         output, count = sequence_output(sequence, sampled, row, self.eos_token_ids)

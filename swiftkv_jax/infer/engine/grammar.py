@@ -1,5 +1,5 @@
 """The engine's view of a grammar: which tokens may come next. `infer.structured_outputs` makes
-grammars from JSON schemas or regular expressions. Imports no JAX."""
+grammars from JSON schemas or regular expressions."""
 
 from __future__ import annotations
 

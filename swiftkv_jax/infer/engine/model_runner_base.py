@@ -1,8 +1,8 @@
-"""The interface between the engine and its model runner. Imports no JAX."""
+"""The interface between the engine and its model runner."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from .sampler_output import AsyncOutput, SamplerOutput
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from ..runner.shapes import Shapes
     from .chunk_builder import Limits
-    from .request_state import Chunk, Sequence
+    from .request_state import Chunk, SequenceState
 
 
 class ModelRunnerBase(Protocol):
@@ -30,15 +30,15 @@ class ModelRunnerBase(Protocol):
         """Programs that the process has compiled since the first `prepare` ended."""
         ...
 
-    def remove_sequences(self, slots: Seq[int]) -> None:
+    def remove_sequences(self, slots: Sequence[int]) -> None:
         """Stop the sequences in these slots."""
         ...
 
-    def add_sequences(self, sequences: Seq[Sequence]) -> None:
+    def add_sequences(self, sequences: Sequence[SequenceState]) -> None:
         """Start decoding sequences, whose prompts are cached, with the next decode call."""
         ...
 
-    def update_pages(self, sequences: Seq[Sequence]) -> None:
+    def update_pages(self, sequences: Sequence[SequenceState]) -> None:
         """Let running sequences use the pages that were added to them."""
         ...
 
@@ -47,12 +47,14 @@ class ModelRunnerBase(Protocol):
         token, in the order of `Chunk.scheduled_tokens`."""
         ...
 
-    def run_decode(self, sequences: Seq[Sequence], steps: int) -> AsyncOutput:
+    def run_decode(self, sequences: Sequence[SequenceState], steps: int) -> AsyncOutput:
         """Decode. `read` returns up to `steps` (M) tokens for each sequence: B M, -1 where one has
         ended. `steps` is `decode_steps`, or 1 for at most `single_step_rows` sequences."""
         ...
 
-    def run_decode_constrained(self, sequences: Seq[Sequence], masks: np.ndarray) -> AsyncOutput:
+    def run_decode_constrained(
+        self, sequences: Sequence[SequenceState], masks: np.ndarray
+    ) -> AsyncOutput:
         """Decode one token of each sequence, of those in its mask (u32[B, ceil(V/32)], see
         `Matcher.fill_masks`). `read` returns B 1. Needs `structured_outputs`."""
         ...

@@ -1,4 +1,4 @@
-"""The options of an engine. Imports no JAX."""
+"""The options of an engine."""
 
 from __future__ import annotations
 

@@ -1,15 +1,14 @@
-"""Turns the results of a model runner into outputs of requests. Imports no JAX."""
+"""Turns the results of a model runner into outputs of requests."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from .request_state import Chunk, RequestState, Sequence
+from .request_state import Chunk, RequestState, SequenceState
 from .requests import (
     NOT_FINITE,
     FinishReason,
@@ -31,16 +30,16 @@ class Sent:
     """Calls that one step has sent to the device."""
 
     chunks: list[tuple[Chunk, AsyncOutput | None]] = dataclasses.field(default_factory=list)
-    sequences: list[Sequence] = dataclasses.field(default_factory=list)
+    sequences: list[SequenceState] = dataclasses.field(default_factory=list)
     steps: int = 0
     """Tokens that each of them may emit."""
     tokens: AsyncOutput | None = None
-    constrained: list[Sequence] = dataclasses.field(default_factory=list)
+    constrained: list[SequenceState] = dataclasses.field(default_factory=list)
     constrained_tokens: AsyncOutput | None = None
 
 
 def sequence_output(
-    sequence: Sequence, sampled: SamplerOutput, row: int, eos_token_ids: Seq[int]
+    sequence: SequenceState, sampled: SamplerOutput, row: int, eos_token_ids: Sequence[int]
 ) -> tuple[RequestOutput, int]:
     """Add the new tokens in one row of `sampled` to `sequence`: (their output, how many there
     are)."""

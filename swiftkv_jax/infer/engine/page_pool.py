@@ -1,4 +1,4 @@
-"""The page pool: allocation of pages of the KV cache, prefix caching, and eviction. Imports no JAX.
+"""The page pool: allocation of pages of the KV cache, prefix caching, and eviction.
 
 Under SwiftKV, as in a plain Llama, every entry of the cache depends on the tokens up to its own and
 on nothing else, not even on whether its token ran through the upper layers. So a full page can be

@@ -1,11 +1,10 @@
 """The state of requests between their arrival and their last output: what the scheduler plans and
-what the engine passes to the model runner. Imports no JAX."""
+what the engine passes to the model runner."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections import abc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ...model.config import NO_OWN
 from .grammar import Matcher
@@ -32,7 +31,7 @@ class RequestState:
         self.exact_head = exact_head
         """`Config.exact_head`: prefill computes it."""
         self.timing = Timing()
-        self.prefill_token_ids: abc.Sequence[int] = (
+        self.prefill_token_ids: Sequence[int] = (
             request.prompt if isinstance(request, Request) else request.tokens
         )
         """Tokens that exist before decoding: the prompt and, after a preemption, the tokens
@@ -59,7 +58,7 @@ class RequestState:
         self.own_pages: list[tuple[int, ...]] = []
         """Where upper layers attend to two caches: own pages, for each `page_size` positions from
         `own_start` on a tuple of `Config.pages_per_own_page` pages."""
-        self.sequences: list[Sequence] = []
+        self.sequences: list[SequenceState] = []
         """Sequences that have not ended; empty before the request is admitted."""
         self.num_remaining_tokens = 0
         """Tokens that a sample may still emit when the request is admitted."""
@@ -103,7 +102,7 @@ class RequestState:
     def cache_salt(self) -> str:
         return self.request.cache_salt
 
-    def token_ids_at(self, start: int, stop: int) -> abc.Sequence[int]:
+    def token_ids_at(self, start: int, stop: int) -> Sequence[int]:
         """Tokens at positions `start .. stop-1` that exist before decoding."""
         return self.prefill_token_ids[start:stop]
 
@@ -147,7 +146,7 @@ class RequestState:
         unshared = pool.total(self.pages_of_one(pool)) - pool.total(self.shared_by_samples(pool))
         return max(self.num_samples - 1, 0) * unshared
 
-    def preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: SequenceState) -> None:
         """Let the only sequence wait again. Its tokens so far are cached again before it
         continues."""
         self.prefill_token_ids = [*self.prefill_token_ids, *sequence.token_ids]
@@ -161,7 +160,7 @@ class RequestState:
 
 
 @dataclasses.dataclass(eq=False)
-class Sequence:
+class SequenceState:
     """One continuation of a request's prompt, in a slot."""
 
     request_state: RequestState
@@ -184,7 +183,7 @@ class Sequence:
     def cache_salt(self) -> str:
         return self.request_state.cache_salt
 
-    def token_ids_at(self, start: int, stop: int) -> abc.Sequence[int]:
+    def token_ids_at(self, start: int, stop: int) -> Sequence[int]:
         """Tokens at positions `start .. stop-1` of its prompt and of what it has emitted."""
         before = self.request_state.prefill_token_ids
         after = self.token_ids[max(start - len(before), 0) : max(stop - len(before), 0)]
@@ -270,7 +269,7 @@ class Chunk:
 
     shards: list[list[ScheduledTokens]]
     """Scheduled tokens of each data-parallel shard."""
-    finished_prefill: list[Sequence]
+    finished_prefill: list[SequenceState]
     """Sequences that can decode once the chunk has run."""
     page_copies: list[list[tuple[int, int]]]
     """Pages (source, target) that each data-parallel shard copies after the chunk has run: the

@@ -1,4 +1,4 @@
-"""Inputs and outputs of the engine: token ids, no text. Imports no JAX."""
+"""Inputs and outputs of the engine: token ids, no text."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import abc
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from ...errors import UsageError
 from .checks import iterate
@@ -36,7 +35,7 @@ class Run:
         self._add = add
         self._in_flight = in_flight
         self._on_invalid = on_invalid
-        self._at_once = in_flight is None and isinstance(requests, abc.Sequence)
+        self._at_once = in_flight is None and isinstance(requests, Sequence)
 
     @property
     def is_over(self) -> bool:

@@ -1,4 +1,4 @@
-"""Results of a model runner's calls. Imports no JAX."""
+"""Results of a model runner's calls."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Sampling parameters, with vLLM's names and meanings. A value out of range is refused, never
-adjusted. Imports no JAX."""
+adjusted."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The scheduler: which tokens go into the next chunk of prefill, which sequences decode, and which
-pages and slots a request gets. Imports no JAX.
+pages and slots a request gets.
 
 Requests wait in one queue. A request is admitted when there are slots for its samples, and pages
 for its prompt and the first `reserve_tokens` new tokens; for more of them it gets pages as it
@@ -20,12 +20,12 @@ from __future__ import annotations
 import collections
 import itertools
 import time
-from collections import abc
+from collections.abc import Iterator, Sequence
 
 from ...model.config import NO_OWN
 from .chunk_builder import ChunkBuilder, Limits
 from .page_pool import PageNeeds, PagePool, all_pages
-from .request_state import Chunk, RequestState, Sequence
+from .request_state import Chunk, RequestState, SequenceState
 
 MAX_SKIPS = 32
 """Most later requests that are admitted before one for which there is no room yet; also how far
@@ -37,7 +37,7 @@ class Scheduler:
 
     def __init__(
         self,
-        pools: abc.Sequence[PagePool],
+        pools: Sequence[PagePool],
         limits: Limits,
         *,
         reserve_tokens: int,
@@ -52,15 +52,15 @@ class Scheduler:
         """Requests that are not admitted yet, in the order of their arrival."""
         self.prefilling: list[RequestState] = []
         """Admitted requests whose prefill is not completely planned."""
-        self.running: dict[int, Sequence] = {}
+        self.running: dict[int, SequenceState] = {}
         """Slot -> the sequence that decodes in it. Slots of shard i begin at i * max_num_seqs."""
-        self.ending: dict[Sequence, None] = {}
+        self.ending: dict[SequenceState, None] = {}
         """Sequences whose last tokens are in flight: what uses their slots next is sent later."""
         self.pending_removals: list[int] = []
         """Slots of aborted sequences that the model runner still decodes."""
         self.num_preemptions = 0
         self.num_times_skipped = 0
-        self._without_pages: set[Sequence] = set()
+        self._without_pages: set[SequenceState] = set()
         """Sequences that wait for pages in this step."""
         slots = limits.max_num_seqs
         self._free_slots = [
@@ -72,7 +72,7 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.prefilling or self.num_running)
 
-    def is_unfinished(self, sequence: Sequence) -> bool:
+    def is_unfinished(self, sequence: SequenceState) -> bool:
         """Whether a sequence that decodes may emit more tokens."""
         return sequence in self.ending or self.running.get(sequence.slot) is sequence
 
@@ -153,7 +153,7 @@ class Scheduler:
             if sequence.index:
                 chunk.page_copies[state.dp_rank] += self._unshared(state, sequence)
 
-    def _unshared(self, state: RequestState, sequence: Sequence) -> list[tuple[int, int]]:
+    def _unshared(self, state: RequestState, sequence: SequenceState) -> list[tuple[int, int]]:
         """Pages (source, target) that a further sample copies: those with the end of the prompt.
         They are partly filled, so they cannot be shared."""
         pool = self.pools[state.dp_rank]
@@ -211,9 +211,7 @@ class Scheduler:
             pool.stats.hits += state.num_cached_tokens
         return True
 
-    def _make_sequences(
-        self, state: RequestState, needs: PageNeeds, unused: abc.Iterator[int]
-    ) -> None:
+    def _make_sequences(self, state: RequestState, needs: PageNeeds, unused: Iterator[int]) -> None:
         """Make a sequence in a slot for each sample of a request. The first has the request's
         pages; the others share those that prefill fills, and take the rest from `unused`."""
         pool, slots = self.pools[state.dp_rank], self._free_slots[state.dp_rank]
@@ -226,7 +224,7 @@ class Scheduler:
                 pool.share_pages(all_pages(pages, own_pages))
                 more_pages, more_own_pages = pool.take(unused, rest)
                 pages, own_pages = pages + more_pages, own_pages + more_own_pages
-            sequence = Sequence(
+            sequence = SequenceState(
                 state, index, slots.pop(), pages, own_pages, state.num_remaining_tokens
             )
             sequence.matcher = None if state.matcher is None else state.matcher.copy()
@@ -246,7 +244,7 @@ class Scheduler:
         counts = collections.Counter(slot // slots for slot in self.running)
         return max(counts.values(), default=0)
 
-    def grow(self, steps: int) -> list[Sequence]:
+    def grow(self, steps: int) -> list[SequenceState]:
         """Give running sequences pages for a decode call of `steps` in the order of their arrival.
         If pages run out, preempt the sequence that came last. Returns those that got pages. A
         sequence may still get none, if requests in prefill or samples that share a prompt hold the
@@ -313,7 +311,7 @@ class Scheduler:
         self.num_preemptions += 1
         return True
 
-    def schedule_decode(self, steps: int) -> list[Sequence]:
+    def schedule_decode(self, steps: int) -> list[SequenceState]:
         """Sequences without a grammar that emit tokens in a call of `steps`. Those that reach their
         `max_tokens` in it free their slots at once, and their pages when it is read."""
         sequences = [
@@ -330,7 +328,7 @@ class Scheduler:
                 self.ending[sequence] = None
         return sequences
 
-    def schedule_constrained(self) -> list[Sequence]:
+    def schedule_constrained(self) -> list[SequenceState]:
         """Sequences that follow a grammar. They emit one token in a call, because the next mask
         depends on it, and have no token in flight here."""
         return [
@@ -339,7 +337,7 @@ class Scheduler:
             if sequence.matcher is not None and sequence not in self._without_pages
         ]
 
-    def finish(self, sequence: Sequence, *, aborted: bool = False) -> None:
+    def finish(self, sequence: SequenceState, *, aborted: bool = False) -> None:
         """Free the slot and pages of a sequence that has ended. Later requests can share the pages,
         unless generated tokens kept their own keys and values. An `aborted` sequence still has to
         be removed from the model runner."""
@@ -363,7 +361,7 @@ class Scheduler:
         self._release(state.dp_rank, sequence.pages, sequence.own_pages)
         state.sequences.remove(sequence)
 
-    def _free_slot(self, sequence: Sequence) -> None:
+    def _free_slot(self, sequence: SequenceState) -> None:
         self._free_slots[sequence.request_state.dp_rank].append(sequence.slot)
 
     def _reclaim(self, dp_rank: int, count: int) -> bool:
@@ -378,7 +376,7 @@ class Scheduler:
             sequence.pages, sequence.own_pages = [], []
         return True
 
-    def _pool(self, sequence: Sequence) -> PagePool:
+    def _pool(self, sequence: SequenceState) -> PagePool:
         return self.pools[sequence.request_state.dp_rank]
 
     def abort(self, state: RequestState) -> None:

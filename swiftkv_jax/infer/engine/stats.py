@@ -1,4 +1,4 @@
-"""What an engine has done, and what it has to do. Imports no JAX."""
+"""What an engine has done, and what it has to do."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class PageTables(NamedTuple):
 
 
 def page_tables(
-    sequences: Sequence[request_state.Sequence], table_pages: int, pages_per_own_page: int
+    sequences: Sequence[request_state.SequenceState], table_pages: int, pages_per_own_page: int
 ) -> PageTables:
     """The pages of some sequences in NumPy; 0 past them, and for `RELEASED`. There is
     no table of own pages if `pages_per_own_page` is 0."""

@@ -11,7 +11,7 @@ import itertools
 import logging
 import sys
 import weakref
-from collections import abc
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from ...model.attention import Attention
 from ...model.cache import bytes_per_token
 from ...pallas_kernels import ImplementationError
 from ..engine.grammar import mask_words
-from ..engine.request_state import Chunk, Sequence
+from ..engine.request_state import Chunk, SequenceState
 from ..engine.requests import Request
 from ..engine.sampler_output import AsyncOutput, SamplerOutput
 from ..sampling.metadata import SamplingMetadata, sampling_row
@@ -72,14 +72,14 @@ class ModelRunner:
         shapes: Shapes,
         layout: Layout,
         *,
-        eos_token_ids: abc.Sequence[int],
+        eos_token_ids: Sequence[int],
         attention: Attention,
         device: Any,
         memory_limit: int | None,
         kept_bytes: int,
         shrink_cache: bool,
-        compiler_options: abc.Mapping[str, Any],
-        on_compile: abc.Callable[[int, int], object] | None = None,
+        compiler_options: Mapping[str, Any],
+        on_compile: Callable[[int, int], object] | None = None,
     ):
         """`device` is the first `jax.Device`, `memory_limit` the bytes that may be used of each
         (None: not known), `kept_bytes` those that the caller's model takes beside the weights. With
@@ -184,12 +184,12 @@ class ModelRunner:
 
     # Steps --------------------------------------------------------------------
 
-    def remove_sequences(self, slots: abc.Sequence[int]) -> None:
+    def remove_sequences(self, slots: Sequence[int]) -> None:
         """See `ModelRunnerBase`."""
         for some in itertools.batched(slots, INSERT_SEQUENCES):
             self._insert(some, self.shapes.empty_batch(len(some)))
 
-    def add_sequences(self, sequences: abc.Sequence[Sequence]) -> None:
+    def add_sequences(self, sequences: Sequence[SequenceState]) -> None:
         """See `ModelRunnerBase`."""
         for some in itertools.batched(sequences, INSERT_SEQUENCES):
             states = [sequence.request_state for sequence in some]
@@ -210,12 +210,12 @@ class ModelRunner:
                     sequence.slot, state.prefill_token_ids, state.num_generated_tokens
                 )
 
-    def update_pages(self, sequences: abc.Sequence[Sequence]) -> None:
+    def update_pages(self, sequences: Sequence[SequenceState]) -> None:
         """See `ModelRunnerBase`."""
         for some in itertools.batched(sequences, INSERT_SEQUENCES):
             self._update_pages([sequence.slot for sequence in some], self._page_tables(some))
 
-    def _page_tables(self, sequences: abc.Sequence[Sequence]) -> PageTables:
+    def _page_tables(self, sequences: Sequence[SequenceState]) -> PageTables:
         return page_tables(sequences, self.shapes.table_pages, self.shapes.pages_per_own_page)
 
     def run_chunk(self, chunk: Chunk) -> AsyncOutput | None:
@@ -243,7 +243,7 @@ class ModelRunner:
         )
         return UpperProgram(size, upper, context, scores)
 
-    def run_decode(self, sequences: abc.Sequence[Sequence], steps: int) -> AsyncOutput:
+    def run_decode(self, sequences: Sequence[SequenceState], steps: int) -> AsyncOutput:
         """See `ModelRunnerBase`."""
         slots, size, index = self._decode_rows(sequences)
         plain = all(sequence.params.is_plain_greedy for sequence in sequences)
@@ -252,7 +252,7 @@ class ModelRunner:
         return AsyncOutput(self._decode(program, slots), index)
 
     def run_decode_constrained(
-        self, sequences: abc.Sequence[Sequence], masks: np.ndarray
+        self, sequences: Sequence[SequenceState], masks: np.ndarray
     ) -> AsyncOutput:
         """See `ModelRunnerBase`."""
         slots, size, index = self._decode_rows(sequences)
@@ -262,7 +262,7 @@ class ModelRunner:
         return AsyncOutput(self._decode(program, slots, padded), index)
 
     def _decode_rows(
-        self, sequences: abc.Sequence[Sequence]
+        self, sequences: Sequence[SequenceState]
     ) -> tuple[list[list[int]], int, np.ndarray]:
         """(slots of each shard, rows of the smallest call for them, row of each sequence)."""
         slots: list[list[int]] = [[] for _ in range(self.shapes.dp_size)]
@@ -343,7 +343,7 @@ class ModelRunner:
             cache = self._compiled["copy"](source, target, self._state.cache)
             self._state = dataclasses.replace(self._state, cache=cache)
 
-    def _insert(self, slots: abc.Sequence[int], batch: DecodeBatch) -> None:
+    def _insert(self, slots: Sequence[int], batch: DecodeBatch) -> None:
         missing = INSERT_SEQUENCES - len(slots)
         batch = jax.tree.map(
             lambda leaf: np.concatenate([leaf, np.repeat(leaf[:1], missing, axis=0)]), batch
@@ -351,7 +351,7 @@ class ModelRunner:
         batch = self._compiled["insert"](self._state.batch, self._padded(slots), batch)
         self._state = dataclasses.replace(self._state, batch=batch)
 
-    def _update_pages(self, slots: abc.Sequence[int], tables: PageTables) -> None:
+    def _update_pages(self, slots: Sequence[int], tables: PageTables) -> None:
         missing = INSERT_SEQUENCES - len(slots)
         tables = jax.tree.map(
             lambda table: np.pad(table, ((0, missing), *((0, 0),) * (table.ndim - 1))), tables
@@ -359,22 +359,20 @@ class ModelRunner:
         batch = self._compiled["page_tables"](self._state.batch, self._padded(slots), tables)
         self._state = dataclasses.replace(self._state, batch=batch)
 
-    def _padded(self, slots: abc.Sequence[int]) -> np.ndarray:
+    def _padded(self, slots: Sequence[int]) -> np.ndarray:
         """i32[E]: these slots, padded with the number after the last slot."""
         past_the_last = self.shapes.dp_size * self.shapes.slots
         missing = INSERT_SEQUENCES - len(slots)
         return np.array([*slots, *[past_the_last] * missing], np.int32)
 
-    def _insert_token_counts(
-        self, slot: int, tokens: abc.Sequence[int], num_generated: int
-    ) -> None:
+    def _insert_token_counts(self, slot: int, tokens: Sequence[int], num_generated: int) -> None:
         counts = token_counts_of(tokens, num_generated, self.config.vocab_size)
         token_counts = self._compiled["token_counts"](
             self._state.token_counts, np.int32(slot), counts
         )
         self._state = dataclasses.replace(self._state, token_counts=token_counts)
 
-    def _sampling(self, sequence: Sequence) -> SamplingMetadata:
+    def _sampling(self, sequence: SequenceState) -> SamplingMetadata:
         request = sequence.request_state.request
         assert isinstance(request, Request)
         return sampling_row(

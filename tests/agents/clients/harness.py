@@ -8,7 +8,7 @@ import asyncio
 import inspect
 import json
 import sys
-from collections import abc
+from collections.abc import Callable
 from typing import Any
 
 URL = sys.argv[1]
@@ -73,7 +73,7 @@ def anthropic_image(question: str) -> list[Any]:
     ]
 
 
-def error_of(call: abc.Callable[[], Any]) -> list[str]:
+def error_of(call: Callable[[], Any]) -> list[str]:
     """The class of the error that a call raises, and what tells a prompt that does not fit."""
     try:
         return [f"no error but {call()!r}"]
@@ -87,7 +87,7 @@ def name_and_sign(error: Exception) -> list[str]:
     return [type(error).__name__, *(sign for sign in SIGNS if sign in told)][:2]
 
 
-def report(clients: dict[str, dict[str, abc.Callable[[], Any]]]) -> None:
+def report(clients: dict[str, dict[str, Callable[[], Any]]]) -> None:
     """Run the functions of each client by feature, and print what they return, a line of JSON
     each."""
     with asyncio.Runner() as runner:
