@@ -23,7 +23,7 @@ COMMANDS = {  # the first argument -> module with `main`, and what it is for
 
 
 def overview() -> str:
-    """What `--help` says."""
+    """Return what `--help` prints."""
     from . import cli
 
     commands = "\n".join(f"    {name:15}{purpose}" for name, (_, purpose) in COMMANDS.items())

@@ -274,7 +274,7 @@ def distill_loss(
 
 
 class Calibrated(NamedTuple):
-    """What `calibrate` returns."""
+    """Result of `calibrate`."""
 
     model: Model
     layers: tuple[LayerFit, ...]

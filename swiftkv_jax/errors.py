@@ -57,12 +57,13 @@ class ConfigError(CheckpointError):
 
 
 class OutOfMemoryError(RuntimeError):
-    """What was asked for does not fit the memory of the device, by the compiler's figures, or of
+    """Failure of work that does not fit the memory of the device, by the compiler's figures, or of
     the host. Exit code 5."""
 
 
 def reason_of(error: Exception) -> str:
-    """What went wrong, of an `OSError` in the system's words, without its number and file."""
+    """Return what went wrong: for an `OSError` in the system's words, without its number and
+    file."""
     return getattr(error, "strerror", None) or str(error)
 
 

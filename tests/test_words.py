@@ -196,3 +196,39 @@ def test_a_statement_says_one_thing():
     )
     lines = sum(len(path.read_text().splitlines()) for path in FILES)
     assert pairs <= 3 * lines / 1000
+
+
+FRAGMENTS = set(
+    "also as at before both by from if in it of on only so that these this those to what when "
+    "where which while who whose with without".split()
+)
+
+
+def _documented(tree: ast.Module) -> list[tuple[int, str]]:
+    """(line, docstring) of a module, its classes and functions, and of their fields."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            texts = [node.body[0]] if ast.get_docstring(node) else []
+        else:
+            continue
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            after = zip(node.body, node.body[1:], strict=False)
+            texts += [
+                text for field, text in after if isinstance(field, ast.AnnAssign | ast.Assign)
+            ]
+        for text in texts:
+            if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                found.append((text.lineno, str(text.value.value)))
+    return found
+
+
+def test_docstrings_open_with_a_noun_or_a_verb():
+    """Not with a pronoun, a preposition or a relative clause in the place of the thing."""
+    fragments = [
+        f"{path.relative_to(ROOT)}:{line}: {text.strip().partition(chr(10))[0]}"
+        for path in FILES
+        for line, text in _documented(ast.parse(path.read_text()))
+        if text.split()[0].strip('`".,:;').lower() in FRAGMENTS
+    ]
+    assert not fragments, "\n".join(fragments)

@@ -146,7 +146,7 @@ class FittedLayer(NamedTuple):
 
 
 class FittedGroup(NamedTuple):
-    """What the layers of a group share, and what each makes of it."""
+    """Keys and values that the layers of a group share, and how each layer uses them."""
 
     k: Float[np.ndarray, "K H E"]
     v: Float[np.ndarray, "K H E"]

@@ -74,8 +74,8 @@ def inputs_of_values(config: Config) -> Int[np.ndarray, " E"]:
 
 
 def split_rows(mesh: Mesh, size: int, *axes: str) -> tuple[str, ...] | None:
-    """Those of `axes` that `mesh` has, for a `PartitionSpec`; None where they do not divide
-    `size`."""
+    """Return those of `axes` that `mesh` has, for a `PartitionSpec`; None where their product
+    does not divide `size`."""
     axes = tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
     shards = math.prod(mesh.shape[axis] for axis in axes)
     return axes if axes and size % shards == 0 else None

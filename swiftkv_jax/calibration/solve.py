@@ -123,7 +123,7 @@ class Member(NamedTuple):
 
 
 class Group(NamedTuple):
-    """What a group shares, and what each of its members makes of it."""
+    """Keys and values that a group shares, and how each of its members uses them."""
 
     k: Float[Array, "K E H"]
     v: Float[Array, "K E H"]
@@ -301,7 +301,8 @@ def _share_values(
 
 
 def _root_or_one(mean_square: Float[Array, " K"]) -> Float[Array, " K"]:
-    """What shared keys or values are divided by; those of a head may all be 0."""
+    """Return the divisor of shared keys or values: their root mean square, or 1 for a head where
+    all are 0."""
     return np.where(mean_square > 0, np.sqrt(np.maximum(mean_square, 0)), 1.0)
 
 

@@ -54,8 +54,8 @@ def open_any(path: str | os.PathLike[str], config: Config | None = None) -> Sour
 
 
 def kind_of(path: str | os.PathLike[str]) -> Kind:
-    """What a path holds: a directory of ours or of Hugging Face, a GGUF file, or a folder whose
-    only weights are one. Raises `CheckpointError` if it is none of them."""
+    """Return the kind of checkpoint at a path: a directory of ours or of Hugging Face, a GGUF file,
+    or a folder whose only weights are one. Raises `CheckpointError` if it is none of them."""
     path = Path(path)
     if not path.exists():
         raise CheckpointError(f"{path}: {foreign.missing(str(path))}")

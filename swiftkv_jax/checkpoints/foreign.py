@@ -1,5 +1,5 @@
-"""What a path holds that is not a checkpoint of a kind that is read, and the way out: each text is
-the rest of an error message that begins with the path."""
+"""Descriptions of paths that hold no checkpoint of a kind that is read, and the way out: each text
+is the rest of an error message that begins with the path."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Architecture:
     permuted: bool = False
     """Whether rows of queries and keys were reordered for a rotation of neighbours."""
     norm_offset: float = 0.0
-    """What was added to the scales of norms."""
+    """Number that was added to the scales of norms."""
 
 
 def architecture_of(file: GgufFile) -> tuple[str, Architecture]:

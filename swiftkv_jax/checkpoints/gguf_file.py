@@ -94,7 +94,7 @@ class GgufTensor:
     interleaved: Interleaved | None = None
     """The order of its rows, where llama.cpp has changed it."""
     added: float = 0.0
-    """What llama.cpp has added to its values."""
+    """Number that llama.cpp has added to its values."""
     crc32: ClassVar[None] = None
 
     @property
@@ -134,7 +134,7 @@ class GgufTensor:
 
 @dataclasses.dataclass(frozen=True)
 class GgufFile:
-    """What a GGUF file says, or several that hold one model in parts."""
+    """Content of a GGUF file, or of several that hold one model in parts."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -205,7 +205,7 @@ def is_model_name(name: str) -> bool:
 
 
 class _Header:
-    """What stands before the values of a file."""
+    """Reader of the part of a file that stands before the values."""
 
     def __init__(self, file: Path) -> None:
         self.file = file

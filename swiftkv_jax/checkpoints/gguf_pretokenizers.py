@@ -29,7 +29,7 @@ _SEED = rf"{_WORDS}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)
 
 @dataclasses.dataclass(frozen=True)
 class PreTokenizer:
-    """What goes before the merges of a byte-pair tokenizer."""
+    """Steps that a byte-pair tokenizer takes before its merges."""
 
     patterns: tuple[str, ...]
     """A text is divided into the matches of the first and what lies between them, each part by the

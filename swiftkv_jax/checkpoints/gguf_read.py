@@ -67,8 +67,8 @@ def open_gguf(path: str | os.PathLike[str], config: Config | None = None) -> Sou
 def _read(
     path: Path, stamps: tuple[tuple[int, int], ...]
 ) -> tuple[GgufFile, dict[str, Any], AuxiliaryFiles, tuple[int, ...]]:
-    """What stands before the weights, kept for the next time: a command opens its model several
-    times, and building a tokenizer takes seconds."""
+    """Read all that stands before the weights, and keep it for the next time: a command opens its
+    model several times, and building a tokenizer takes seconds."""
     file = read_gguf(path)
     try:
         fields = hf_fields(file)

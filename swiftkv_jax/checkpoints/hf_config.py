@@ -21,9 +21,9 @@ from .wrapped import WRAPPED, is_wrapped, text_fields
 SWIFTKV = "_swiftkv"
 SHARED_BASIS = "_swiftkv_shared_basis"
 EXTENDED = "_swiftkv_extended"
-"""What the model type of a student ends with; the second where it has `SwiftKV.mix`, the third
-where it has prompt attention layers or taps: types that the authors' classes do not know, because
-they would load the model and leave those out."""
+"""Endings of a student's model type; the second where it has `SwiftKV.mix`, the third where it has
+prompt attention layers or taps: types that the authors' classes do not know, because they would
+load the model and leave those out."""
 MODEL_TYPES = tuple(
     name + end for name in FAMILIES for end in ("", SWIFTKV, SHARED_BASIS, EXTENDED)
 )

@@ -13,7 +13,7 @@ from ..model.rope_config import Rope, RopeScaling, RopeType
 from .hf_values import agreed, check_integer, check_number, shown
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
-"""What nested `rope_parameters` and `layer_types` call the kinds of layers."""
+"""Names of the kinds of layers in nested `rope_parameters` and in `layer_types`."""
 
 # rope type -> fields that it needs, and those that it may have.
 _FIELDS: dict[RopeType | Literal["default", "dynamic"], tuple[frozenset[str], frozenset[str]]] = {

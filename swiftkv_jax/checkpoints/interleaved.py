@@ -14,7 +14,7 @@ import numpy as np
 
 
 class Interleaved(NamedTuple):
-    """What of each head is interleaved in a checkpoint."""
+    """Dimensions of each head that a checkpoint interleaves."""
 
     head_dim: int
     rotated: int

@@ -12,8 +12,8 @@ import jax
 
 
 def try_orbax[T](read: Callable[[], T]) -> tuple[T | None, str]:
-    """What `read` returns and "", or None and what is wrong with the file, in one line. Errors of
-    the device are raised: out of memory says nothing about the file."""
+    """Return the result of `read` and "", or None and what is wrong with the file, in one line.
+    Errors of the device are raised: out of memory says nothing about the file."""
     with quiet_orbax():
         try:
             return read(), ""
@@ -31,8 +31,8 @@ def try_orbax[T](read: Callable[[], T]) -> tuple[T | None, str]:
 
 @contextlib.contextmanager
 def quiet_orbax() -> Iterator[None]:
-    """Without Orbax's log: it prints the tracebacks of its threads, of errors that are raised to
-    the caller as well."""
+    """Silence Orbax's log: it prints the tracebacks of its threads, also of errors that are raised
+    to the caller."""
 
     def is_foreign(record: logging.LogRecord) -> bool:  # one a context: contexts may nest
         return "orbax" not in record.pathname and "orbax" not in record.getMessage()

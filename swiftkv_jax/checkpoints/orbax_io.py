@@ -1,4 +1,4 @@
-"""This package's own checkpoint directory, written and read leaf by leaf with Orbax.
+"""Checkpoint directories of this package, written and read leaf by leaf with Orbax.
 
     config.json, tokenizer files   as in a Hugging Face directory
     weights/<leaf>/                one Orbax checkpoint per leaf of the model: `lower_qkv.q`

@@ -23,7 +23,7 @@ from .weight_format import (
 
 WHERE = "quantization_config"
 MODELOPT = "hf_quant_config.json"
-"""Where ModelOpt writes what else would be there."""
+"""File in which ModelOpt writes the fields that others write to `quantization_config`."""
 
 _FP8 = {
     "activation_scheme": ("dynamic", "static", None),

@@ -34,7 +34,7 @@ DTYPES: dict[str, np.dtype] = {
     "I64": np.dtype(np.int64),
 }
 WIDE = ("F32", "BF16", "F16")
-"""Those of weights that are not quantised."""
+"""Codes of the dtypes of weights that are not quantised."""
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _CHUNK_BYTES = 16 * 2**20
 

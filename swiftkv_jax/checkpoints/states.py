@@ -22,8 +22,8 @@ from .orbax_calls import try_orbax
 FOLDER = "checkpoints"
 """Folder of the states, in the run's output folder."""
 STATE = "state"
-"""What Orbax calls the one tree in each of its checkpoints; its leaves are stored flat, by path:
-`delta.q`."""
+"""Orbax's name of the one tree in each of its checkpoints; the leaves of the tree are stored flat,
+by path: `delta.q`."""
 
 
 class DamagedError(CheckpointError):

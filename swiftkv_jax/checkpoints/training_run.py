@@ -32,7 +32,7 @@ RECIPE = "recipe.json"
 architecture and cut."""
 
 CALIBRATION = "calibration.json"
-"""What a calibration fitted and measured."""
+"""Record of what a calibration fitted and measured."""
 EXPORT = "model"
 """Folder of the exported model in the output folder of a run or a calibration."""
 

@@ -1,4 +1,4 @@
-"""What a `quantization_config` says of the matrices: which are quantised, and in which format."""
+"""Formats of the matrices by a `quantization_config`: which matrices are quantised, and how."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..model.quantization import Format
 from .hf_values import shown, unknown_field
 
 Layout = Literal["scaled", "packed", "mxfp4", "gptq", "awq"]
-"""Which function of `stored_formats` decodes a matrix."""
+"""Function of `stored_formats` that decodes a matrix."""
 Fields = Mapping[str, Any]
 
 
@@ -30,7 +30,7 @@ class WeightFormat:
     """Whether each zero is 2^(bits - 1), so that `packed` stores none and `awq` stores only that;
     not of `gptq`."""
     stored_zero: int = 0
-    """What is added to the zeros as stored; of `gptq` only."""
+    """Number that is added to the zeros as stored; of `gptq` only."""
     act_order: bool = False
     """Whether groups may be out of order, so that `g_idx` must say that they are not; of `gptq`
     only."""

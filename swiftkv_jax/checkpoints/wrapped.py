@@ -25,8 +25,8 @@ class Wrapped:
     text: str
     """The family of the text model, the `model_type` of `text_config`."""
     sizes: Mapping[str, int]
-    """What the fields stand for that a text model by itself must state and `text_config` may leave
-    out: defaults of the text model's class."""
+    """Values of the fields that a text model by itself must state and `text_config` may leave out:
+    defaults of the text model's class."""
 
 
 WRAPPED: dict[str, Wrapped] = {
@@ -131,9 +131,9 @@ class TensorNames:
     """How the files name the text model's tensors."""
 
     model: str = _MODEL
-    """What stands for `model.`."""
+    """Prefix that the files have in the place of `model.`."""
     head: str = _HEAD
-    """What stands for `lm_head`."""
+    """Name that the files have in the place of `lm_head`."""
     listed: tuple[TensorNames, ...] = ()
     """How a `quantization_config` may name its modules besides."""
 

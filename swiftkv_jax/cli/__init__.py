@@ -1,4 +1,4 @@
-"""What the commands share: exit codes, one-line errors, the log, devices and model options.
+"""Parts that the commands share: exit codes, one-line errors, the log, devices and model options.
 
 Importing this is quick: nothing here imports JAX but `devices` and `model_loading`, which are not
 imported from here.

@@ -1,4 +1,4 @@
-"""What the command `convert` does: conversion leaf by leaf, and what a checkpoint holds."""
+"""Work of the command `convert`: conversion leaf by leaf, and what a checkpoint holds."""
 
 from __future__ import annotations
 

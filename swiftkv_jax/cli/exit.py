@@ -123,7 +123,7 @@ def report(error: Exception, parser: argparse.ArgumentParser | None = None) -> i
 
 
 def _os_error(error: OSError) -> str:
-    """What could not be used or done, then the reason.
+    """Return what could not be used or done, then the reason.
 
     A note on the error (`BaseException.add_note`) that begins with "cannot" says what was being
     done: "cannot write out.json".
@@ -143,7 +143,8 @@ def _is_path(name: object) -> bool:
 
 
 def _wrong_platforms(error: Exception) -> str | None:
-    """What is wrong with the environment's choice of devices, if that is why JAX failed."""
+    """Return what is wrong with the environment's choice of devices; None if JAX failed for another
+    reason."""
     chosen = os.environ.get("JAX_PLATFORMS")
     if chosen is None or "jax" not in sys.modules:
         return None

@@ -36,7 +36,7 @@ class Flag:
     that is not its default; if they name it and it is True by default, `--no-` is put before
     them."""
     choices: Collection[Any] | None = None
-    """By default the values of the field's `Literal`, if it is one."""
+    """Values that the flag takes; by default those of the field's `Literal`, if it is one."""
     parse: Callable[[str], Any] | None = None
     """Reads the text of one flag and may raise `UsageError`; by default the field's type."""
     convert: Callable[[Any], Any] | None = None
@@ -61,7 +61,7 @@ class Option:
 
     name: str
     type: Any
-    """Of the field, without None."""
+    """Type of the field, without None."""
     default: Any
     """`dataclasses.MISSING` if there is none, or one that is made anew for each object."""
     is_required: bool

@@ -1,5 +1,5 @@
-"""What other programs call the flags of a command, and what to write here: for errors that name an
-unknown flag, and for the table of docs/server.md.
+"""Flags of a command in other programs, and what to write here: for errors that name an unknown
+flag, and for the table of docs/server.md.
 
 A key is a flag, or a flag with one of its values. In a text, `{value}` is the value that was given.
 """

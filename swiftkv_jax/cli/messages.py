@@ -1,4 +1,4 @@
-"""What the commands write to standard error: log records and errors, in the command's own words."""
+"""Output of the commands to standard error: log records and errors, in the command's own words."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def log_parser() -> argparse.ArgumentParser | None:
 
 @contextlib.contextmanager
 def own_log(parser: argparse.ArgumentParser | None) -> Iterator[None]:
-    """While a command runs, the package's log goes only to standard error. Orbax uses absl, whose
+    """Write the package's log only to standard error while a command runs. Orbax uses absl, whose
     handler of the root logger would repeat it."""
     configure_logging(parser)
     logger = logging.getLogger(LOGGER)

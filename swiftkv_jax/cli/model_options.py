@@ -60,8 +60,8 @@ class ProcessOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ModelOptions:
-    """What to load, how, and onto which devices. A field that is None is chosen for the checkpoint
-    or the device."""
+    """Options of loading: which model, how, and onto which devices. A field that is None is chosen
+    for the checkpoint or the device."""
 
     model: str | os.PathLike[str] | None = option(
         None,
@@ -69,7 +69,7 @@ class ModelOptions:
         metavar="DIR",
         names=("--model", "-m"),
     )
-    """As it was typed: a `Path` would lose the `./` that makes it a path."""
+    """Path or name as it was typed: a `Path` would lose the `./` that makes it a path."""
     revision: str | None = revision()
     swiftkv: str = option(
         "auto",
@@ -128,7 +128,7 @@ class ModelOptions:
 
     @property
     def name(self) -> str:
-        """What the model is called: its name on the Hub, or that of its folder."""
+        """Name of the model: the one on the Hub, or that of its folder."""
         from ..checkpoints.hub import is_repository, repository_of
 
         if self.model is not None and is_repository(self.model):

@@ -28,7 +28,7 @@ from .text_model import TextModel
 logger = logging.getLogger(__name__)
 
 MAX_MODEL_LEN = 4096
-"""As in the authors' runs; enough for every task of `PAPER`."""
+"""Length of the authors' runs; enough for every task of `PAPER`."""
 SIDES = {"teacher": "off", "student": "on"}
 """Sides that `--swiftkv both` measures, in this order, and the value of --swiftkv for each."""
 REPORT_FIELDS = (

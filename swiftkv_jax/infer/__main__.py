@@ -33,7 +33,7 @@ class Command(NamedTuple):
     """Has `main`."""
     purpose: str
     elsewhere: Mapping[str, str] = flags_elsewhere.VLLM | flags_elsewhere.TRANSFORMERS
-    """What other programs call its flags."""
+    """Flags of the command in other programs, and what to write here."""
 
 
 COMMANDS = {
@@ -57,11 +57,11 @@ COMMANDS = {
         flags_elsewhere.VLLM_BENCH_SERVE,
     ),
 }
-"""By the first words of the command line."""
+"""Commands by the first words of the command line."""
 
 
 def overview() -> str:
-    """What `--help` without a command says."""
+    """Return what `--help` without a command prints."""
     commands = "\n".join(f"    {name:13}{one.purpose}" for name, one in COMMANDS.items())
     return f"{cli.as_called(__doc__ or '')}\ncommands, each with its own --help:\n{commands}\n"
 

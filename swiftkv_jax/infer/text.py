@@ -69,8 +69,8 @@ def encode_pair(tokenizer: Any, context: str, continuation: str) -> tuple[list[i
 
 
 def first_token(tokenizer: Any) -> int:
-    """What stands before a text without context. Raises `UsageError` if the tokenizer has no such
-    token."""
+    """Return the token that stands before a text without context. Raises `UsageError` if the
+    tokenizer has no such token."""
     first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     if first is None:
         raise UsageError(
@@ -167,7 +167,7 @@ class Detokenizer:
         return "".join(map(self.push, tokens))
 
     def finish(self) -> str:
-        """What was held back, incomplete bytes as replacement characters."""
+        """Return the text that was held back, with incomplete bytes as replacement characters."""
         return self._release(len(self._ids), self._pending())
 
     def _begin(self) -> None:
@@ -211,7 +211,7 @@ def textless_tokens(tokenizer: Any) -> frozenset[int]:
 
 @functools.lru_cache(maxsize=8)
 def _special_ids(tokenizer: Any) -> frozenset[int]:
-    """Those of a Rust tokenizer. They are read once: some have hundreds."""
+    """Return the special ids of a Rust tokenizer. They are read once: some have hundreds."""
     added = rust_tokenizer(tokenizer).get_added_tokens_decoder()
     return frozenset(i for i, token in added.items() if token.special)
 
@@ -280,7 +280,7 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """What was held back. No token may follow."""
+        """Return the text that was held back. No token may follow."""
         text = self._detokenizer.finish()
         return (
             text if len(self.token_ids) <= self._min_tokens else self._stops.push(text)

@@ -40,7 +40,7 @@ class KernelCheck:
     """How kernels are checked."""
 
     folder: str | Path = DEFAULT_FOLDER
-    """Where verdicts are kept; made for its owner alone."""
+    """Folder of the verdicts; made for its owner alone."""
     timeout: float = TIMEOUT
     """Seconds for one configuration."""
     command: Sequence[str] = CHILD

@@ -27,7 +27,7 @@ DTYPES = {
 
 @dataclasses.dataclass(frozen=True, order=True)
 class KernelConfig:
-    """What a kernel is compiled for, but for the sizes of the batch."""
+    """Properties for which a kernel is compiled, but for the sizes of the batch."""
 
     op: Literal["prefill", "decode", "gradient", "experts"]
     """Attention, or the products of experts, which have widths and no heads."""
@@ -77,9 +77,9 @@ def serving_configs(
     *,
     two_caches: bool = False,
 ) -> list[KernelConfig]:
-    """What an engine needs for a model with weights of `dtype`. With `two_caches` upper layers
-    attend to each cache in parts. `Config.has_two_caches` implies it; it has to be given where
-    requests may choose (`serves_two_caches` of `infer.runner.shapes`)."""
+    """Return the configurations that an engine needs for a model with weights of `dtype`. With
+    `two_caches` upper layers attend to each cache in parts. `Config.has_two_caches` implies it; it
+    has to be given where requests may choose (`serves_two_caches` of `infer.runner.shapes`)."""
     kinds: list[dict[str, Any]] = [{"windowed": windowed} for windowed in _windowed(config)]
     if two_caches or config.has_two_caches:
         kinds.append({"parts": True})  # these layers have no windows
@@ -91,7 +91,8 @@ def serving_configs(
 
 
 def model_configs(config: Config, implementation: str) -> list[KernelConfig]:
-    """What a model needs on one device: serving with every cache format, and training."""
+    """Return the configurations that a model needs on one device: for serving with every cache
+    format, and for training."""
     dtype = DTYPES[implementation][0]
     serving = [
         one
@@ -102,12 +103,12 @@ def model_configs(config: Config, implementation: str) -> list[KernelConfig]:
 
 
 def training_configs(config: Config, dtype: Any, mesh: Mesh | None = None) -> list[KernelConfig]:
-    """What distillation on packed rows needs."""
+    """Return the configurations that distillation on packed rows needs."""
     return _packed_rows(("prefill", "gradient"), config, dtype, mesh)
 
 
 def forward_configs(config: Config, dtype: Any, mesh: Mesh | None = None) -> list[KernelConfig]:
-    """What a pass over whole rows without a gradient needs."""
+    """Return the configurations that a pass over whole rows without a gradient needs."""
     return _packed_rows(("prefill",), config, dtype, mesh)
 
 

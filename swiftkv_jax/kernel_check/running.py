@@ -145,7 +145,8 @@ def _last_line(ended: subprocess.CompletedProcess[str]) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, with the same package first, one GPU, and little of its memory."""
+    """Return the environment of this process, with the same package first, one GPU, and little of
+    its memory."""
     environment = dict(os.environ)
     for name in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR"):
         environment.pop(name, None)

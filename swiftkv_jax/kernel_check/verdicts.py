@@ -35,11 +35,11 @@ class DeviceVersion:
     platform: str
     device_kind: str
     platform_version: str
-    """As the client reports it: the versions of CUDA, or of libtpu."""
+    """Versions of CUDA, or of libtpu, as the client reports them."""
     driver: str
     """NVIDIA's kernel driver; "" elsewhere."""
     cudnn: int | None
-    """As JAX finds it on a GPU; None elsewhere."""
+    """Version of cuDNN that JAX finds on a GPU; None elsewhere."""
     jax: str
     jaxlib: str
     kernels: str
@@ -57,7 +57,7 @@ class DeviceVersion:
 
     @classmethod
     def of(cls, device: Any) -> Self:
-        """That of a `jax.Device`."""
+        """Return the `DeviceVersion` of a `jax.Device`."""
         import jax
 
         is_gpu = device.platform in ("gpu", "cuda")
@@ -93,7 +93,7 @@ class Verdict:
 
     @classmethod
     def begun(cls) -> Self:
-        """That of a configuration which this process runs."""
+        """Return the verdict on a configuration that this process is running."""
         return cls("begun", process=(socket.gethostname(), os.getpid()))
 
     @classmethod
@@ -150,7 +150,7 @@ class VerdictFile:
         return dataclasses.asdict(self.device) | {"implementation": self.implementation}
 
     def read(self) -> Verdicts:
-        """What is kept; nothing if the file is absent or damaged."""
+        """Return the verdicts that are kept; none if the file is absent or damaged."""
         try:
             document = json.loads(self.path.read_text("utf-8")) if self.path else {"verdicts": []}
             return {

@@ -255,7 +255,8 @@ class _Split(NamedTuple):
         return 1 if self.share_kv else self.kv_heads // self.head_shards
 
     def local_shapes(self, q, k) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        """What one device has of `q` B T N H and of `k` B K S H or X K page H."""
+        """Return the shapes of one device's parts of `q` B T N H and of `k` B K S H or X K page
+        H."""
         (rows, queries, heads, head_dim), (pages, _, page, _) = q.shape, k.shape
         local_q = rows // self.row_shards, queries, heads // self.head_shards, head_dim
         local_k = pages // self.row_shards, self.local_kv_heads, page, head_dim

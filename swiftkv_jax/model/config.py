@@ -16,7 +16,7 @@ from .layer_kind import LayerKind
 from .rope_config import Rope
 
 GeneratedKV = Literal["boundary", "own"]
-"""Where generated tokens take their upper keys and values from: see `Config.generated_kv`."""
+"""Source of the upper keys and values of generated tokens: see `Config.generated_kv`."""
 GENERATED_KV: tuple[GeneratedKV, ...] = ("boundary", "own")
 
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "fp8", "int8"]
@@ -27,8 +27,8 @@ Quantization = Literal["none", "fp8", "int8"]
 """Values of the argument `quantization` of loading; None keeps weights as they are stored."""
 
 Remat = Literal["none", "mlp", "layer"]
-"""What the backward pass recomputes: only elementwise operations (`none`); all of an upper layer
-but its attention (`mlp`); or the whole layer from its input (`layer`)."""
+"""Operations that the backward pass recomputes: only elementwise ones (`none`); all of an upper
+layer but its attention (`mlp`); or the whole layer from its input (`layer`)."""
 
 NO_OWN = 2**30
 """A position that no sequence reaches."""
@@ -105,7 +105,7 @@ class Config:
     """The c in c tanh(score / c), applied before the mask; None: no cap."""
     logit_divisor: float = 1.0
     logit_cap: float | None = None
-    """As `score_cap`, of logits, after `logit_divisor`."""
+    """Cap of the logits, as `score_cap` of scores; applied after `logit_divisor`."""
     num_key_value_layers: int = 0
     """K of the paper; 0 means all layers, as in the authors' configuration."""
     key_value_group_size: int = 1
@@ -241,8 +241,8 @@ class Config:
 
     @property
     def pages_per_own_page(self) -> int:
-        """Where upper layers attend to two caches: number of cache pages that hold the tokens' own
-        upper keys and values for `page_size` tokens. In each pool a page has room for one
+        """Number of cache pages that hold the tokens' own upper keys and values for `page_size`
+        tokens, where upper layers attend to two caches. In each pool a page has room for one
         layer's."""
         return -(-self.num_upper_layers // self.num_cache_layers)
 

@@ -62,8 +62,9 @@ def choose_cut(
 
 
 def quarter_of_neurons(config: Config) -> int:
-    """As many of `Config.prompt_mlp_neurons` as were worth their cost beside a map on SmolLM2-135M:
-    a quarter of the MLP, in multiples of 64 for the devices' tiles; none of experts."""
+    """Return as many of `Config.prompt_mlp_neurons` as were worth their cost beside a map on
+    SmolLM2-135M: a quarter of the MLP, in multiples of 64 for the devices' tiles; none of
+    experts."""
     return 0 if config.num_experts else 64 * round(config.mlp_dim / 4 / 64)
 
 

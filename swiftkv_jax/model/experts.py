@@ -155,7 +155,8 @@ def _values(weight: Leaf) -> Array:
 
 
 def _dtype_of_sums(x: Array, weight: Leaf) -> jnp.dtype:
-    """As in `quantization.product`: without their scale sums may exceed float16."""
+    """Return the dtype of sums, as in `quantization.product`: without their scale sums may exceed
+    float16."""
     quantized = isinstance(weight, Quantized)
     return jnp.promote_types(x.dtype, jnp.bfloat16) if quantized else x.dtype
 

@@ -1,4 +1,4 @@
-"""What may differ between the layers of a model, as a `Config` holds it."""
+"""Properties that may differ between the layers of a model, as a `Config` holds them."""
 
 from __future__ import annotations
 

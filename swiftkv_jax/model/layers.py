@@ -151,8 +151,8 @@ def add_mapped(
     x: Float[Array, "B T D"],
     mlp: PromptMLP,
 ) -> Float[Array, "B T D"]:
-    """What stands in for the MLP of a layer of which prompts run only the attention: a linear map
-    of its input, some of its neurons, and the residual."""
+    """Apply the stand-in for the MLP of a layer of which prompts run only the attention: a linear
+    map of its input, some of its neurons, and the residual."""
     with jax.named_scope("mlp_map"):
         h = norm(config, x, block.mlp_norm)
         out = product("BTD,ED->BTE", h, mlp.map)

@@ -116,8 +116,8 @@ class ServingBlock:
 
 @struct.dataclass
 class PromptMLP:
-    """What stands in for the MLP of a prompt attention layer, or for those of a stack: a map, and
-    with `Config.prompt_mlp_neurons` some neurons."""
+    """Stand-in for the MLP of a prompt attention layer, or for those of a stack: a map, and with
+    `Config.prompt_mlp_neurons` some neurons."""
 
     map: Leaf  # D D
     gate: Leaf = None  # S D
@@ -185,9 +185,9 @@ class SwiftKV:
             when=lambda config: config.prompt_attention_layers > 0,
         ),
     ] = None
-    """In place of the MLP of a prompt's attention layer: what is added to the residual, from the
-    state after the norm before the MLP. The neurons beside it are rows of the MLP's gate and up,
-    with output weights that are fitted together with the map."""
+    """Map in place of the MLP of a prompt attention layer: it gives what is added to the residual,
+    from the state after the norm before the MLP. The neurons beside it are rows of the MLP's gate
+    and up, with output weights that are fitted together with the map."""
     mlp_gate: Annotated[Leaf, prompt_neuron("M S D", "mlp.gate_swiftkv.weight")] = None
     mlp_up: Annotated[Leaf, prompt_neuron("M S D", "mlp.up_swiftkv.weight")] = None
     mlp_down: Annotated[Leaf, prompt_neuron("M D S", "mlp.down_swiftkv.weight", "zeros")] = None
@@ -196,7 +196,7 @@ class SwiftKV:
 
     @property
     def prompt_mlp(self) -> PromptMLP | None:
-        """What stands in for the MLPs of `Config.prompt_attention_layers`, as stacks; None without
+        """Stand-ins for the MLPs of `Config.prompt_attention_layers`, as stacks; None without
         any."""
         if self.mlp_map is None:
             return None

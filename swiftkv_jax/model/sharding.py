@@ -54,8 +54,8 @@ def param_sharding(mesh: Mesh, row: Param, shape: tuple[int, ...]) -> NamedShard
 
 
 def scale_sharding(mesh: Mesh, row: Param, shape: tuple[int, ...]) -> NamedSharding:
-    """That of a quantised parameter's scale: it has the first axes of its matrix and is split as
-    they are, but not over `fsdp`."""
+    """Return the sharding of a quantised parameter's scale: the scale has the first axes of its
+    matrix and is split as they are, but not over `fsdp`."""
     return NamedSharding(mesh, _spec(mesh, row.model_axes, shape, int(row.stacked), fsdp=False))
 
 

@@ -24,7 +24,7 @@ from .tuning import tuning_for
 
 
 class Choice(NamedTuple):
-    """What runs a call."""
+    """Implementation that runs a call, and its tuning."""
 
     implementation: str
     tuning: Any = None
@@ -109,7 +109,8 @@ def _accepted(
 
 
 def _refused_option(spec: AttentionSpec, name: str) -> str | None:
-    """Which option of the call `name` does not have."""
+    """Return the option of the call that `name` does not support, in words; None if there is
+    none."""
     if spec.score_cap is not None:
         return "has no score_cap"
     if name == "cudnn":

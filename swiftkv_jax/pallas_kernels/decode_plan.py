@@ -18,7 +18,7 @@ from jaxtyping import Array, Int
 
 @struct.dataclass
 class DecodePlan:
-    """What `plan_decode` makes for `decode_attention` from the lengths of B rows.
+    """Result of `plan_decode` for `decode_attention`, from the lengths of B rows.
 
     An entry is a split of a row, for all heads. The entries of a row follow one another, in the
     order of rows and of positions. W, their largest number, depends on shapes alone; entries past

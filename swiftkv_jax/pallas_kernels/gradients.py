@@ -1,4 +1,5 @@
-"""What `jax.checkpoint` may save of attention, and the refusal of gradients that there are not."""
+"""Name of what `jax.checkpoint` may save of attention, and errors for gradients that do not
+exist."""
 
 from __future__ import annotations
 

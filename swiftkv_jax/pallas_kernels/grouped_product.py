@@ -70,7 +70,7 @@ class Blocks(NamedTuple):
     row: Int[Array, "N M"]
     """The row in each place; R where there is none."""
     place: Int[Array, " R"]
-    """Where each row lies, counted over all blocks; N M for rows of no group."""
+    """Place of each row, counted over all blocks; N M for rows of no group."""
 
 
 def blocks_of_groups(

@@ -82,7 +82,7 @@ class AttentionSpec:
 
     @classmethod
     def of(cls, op: Op, operands: AttentionOperands, window: Any = None, **options: Any):
-        """That of a call with these operands, `window`, and `options`: `score_cap`,
+        """Return the spec of a call with these operands, `window`, and `options`: `score_cap`,
         `return_lse`."""
         table = operands.page_table
         return cls(

@@ -24,11 +24,12 @@ from . import reference
 from .operands import AttentionOperands, AttentionSpec
 
 HIDDEN = 100.0
-"""What stands at positions that no query sees, and at those of pages that no row has."""
+"""Value at positions that no query sees, and at those of pages that no row has."""
 ALIGNMENT = 3.0
 """Length of what is added to a key along each query that must see it, or must not."""
 TILE = 64
-"""In decoding the first and the last of so many positions weigh much: no tile may be skipped."""
+"""Positions of a tile. In decoding the first and the last of them weigh much: no tile may be
+skipped."""
 RUNS = 3
 """Times that a kernel runs: one that reads too early may be right once."""
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1.5e-2, "float16": 5e-3}
@@ -38,7 +39,7 @@ GRADIENT_TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2, "float16": 1e-2}
 
 
 LEAST_GRADIENT = 1e-2
-"""What counts as the largest value of a gradient that is smaller."""
+"""Lower limit of a gradient's largest value: a smaller one counts as this."""
 
 
 class Row(NamedTuple):
@@ -71,7 +72,7 @@ class Case:
 
     @property
     def spec(self) -> AttentionSpec:
-        """What the choice of an implementation depends on."""
+        """Properties on which the choice of an implementation depends."""
         pages = table = None
         if self.page_size is not None:
             pages = self.keys // self.page_size
@@ -100,7 +101,7 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those of the op that are no arrays."""
+        """Arguments of the op that are not arrays."""
         every = {"window": self.window, "score_cap": self.score_cap}
         options: dict[str, Any] = {k: value for k, value in every.items() if value is not None}
         return options | ({"return_lse": True} if self.return_lse else {})

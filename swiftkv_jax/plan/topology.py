@@ -31,8 +31,8 @@ ENVIRONMENT = {
 
 
 class _Chip(NamedTuple):
-    """What XLA's compiler asks of a GPU's chip. Bytes, threads and registers are those that CUDA
-    reports; a core is a streaming multiprocessor."""
+    """Properties of a GPU's chip that XLA's compiler needs. Bytes, threads and registers are those
+    that CUDA reports; a core is a streaming multiprocessor."""
 
     capability: tuple[int, int]
     cores: int

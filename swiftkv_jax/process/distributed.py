@@ -216,7 +216,7 @@ def _as_before(given: Any, array: np.ndarray, sent: Any) -> Any:
 
 
 def _waiting(coordinator: str | None, num_processes: int | None, process_id: int | None) -> str:
-    """What this process waits for while they join."""
+    """Describe what this process waits for while the processes join."""
     if coordinator is None:
         return "waiting for the other processes that the launcher has announced"
     if process_id == 0:

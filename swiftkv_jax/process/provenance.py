@@ -53,7 +53,8 @@ def command() -> str:
 
 
 def _program() -> list[str]:
-    """What was called: a module by `python -m`, a file by `python`, or an installed script."""
+    """Return the program that was called: a module by `python -m`, a file by `python`, or an
+    installed script."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None:
         return ["python", "-m", spec.name.removesuffix(".__main__")]

@@ -31,8 +31,8 @@ _OF_THE_SERVER = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVEventsConfig:
-    """Where events of the prefix cache are published, with vLLM's names and defaults where nothing
-    else is said. Every client that connects reads the tokens of all cached prompts.
+    """Settings for publishing events of the prefix cache, with vLLM's names, and vLLM's defaults
+    where no others are stated. Every client that connects reads the tokens of all cached prompts.
 
     Raises `UsageError` that names the option.
     """
@@ -41,8 +41,8 @@ class KVEventsConfig:
     """ZeroMQ's address of the PUB socket, in vLLM by default tcp://*:5557. One with `*` or `::`,
     and of ipc:// or inproc://, is bound; another is connected to."""
     replay_endpoint: str | None = None
-    """That of a ROUTER socket, which sends again what a subscriber has missed; it is bound. None is
-    none."""
+    """Address of a ROUTER socket, which sends again what a subscriber has missed; it is bound.
+    None: no such socket."""
     topic: str = ""
     """Topic of all messages: kv@ADDRESS@MODEL for llm-d."""
     buffer_steps: int = 10_000
@@ -78,7 +78,7 @@ class KVEventsConfig:
 
     @classmethod
     def from_json(cls, text: str) -> KVEventsConfig:
-        """From the JSON object of `--kv-events-config`, as vLLM takes it."""
+        """Parse the JSON object of `--kv-events-config`, as vLLM takes it."""
         try:
             fields = json.loads(text)
         except ValueError as error:
@@ -154,7 +154,7 @@ class ServerOptions:
     chat_template_kwargs: tuple[str, ...] = option(
         (), "variables of the chat template that requests may set", metavar="A,B", parse=parse_list
     )
-    """Those that switch reasoning may be set without it."""
+    """Variables that requests may set. Those that switch reasoning may be set without it."""
     tool_call_parser: Literal["auto", "llama3_json", "hermes", "qwen3_coder", "none"] = option(
         "auto", "format in which the model calls tools (default: that of its chat template)"
     )
@@ -192,8 +192,8 @@ class ServerOptions:
         metavar="A,B",
         parse=parse_list,
     )
-    """Without a port; None answers all, and a request without the header, of HTTP/1.0, is always
-    answered."""
+    """Host names without a port; None answers all, and a request without the header, of HTTP/1.0,
+    is always answered."""
     default_max_tokens: int | None = option(
         None,
         "max_tokens of chats that name none (default: all that fit)",
@@ -213,12 +213,12 @@ class ServerOptions:
         "bytes of a request's body (default: 64 for each token of --max-model-len)",
         metavar="N",
     )
-    """From 2 to 32 MiB by default."""
+    """Bytes of a request's body; by default from 2 to 32 MiB."""
     max_connections: int = option(4096, "(default: %(default)s)", metavar="N", group="admission")
     max_num_queued_reqs: int | None = option(
         None, "sequences that wait or run (default: four for each slot, at least 64)", metavar="N"
     )
-    """Of all requests."""
+    """Sequences of all requests that wait or run."""
     max_num_queued_tokens: int | None = option(
         None,
         "prompt tokens that wait (default: those of 30 s of prefill, at least four times "
@@ -226,15 +226,15 @@ class ServerOptions:
         metavar="N",
         parse=token_count,
     )
-    """Those that are not cached yet."""
+    """Prompt tokens of waiting requests that are not cached yet."""
     max_queued_bytes: int = option(
         256 * 2**20, "bytes of bodies in memory (default: 256 MiB)", metavar="N"
     )
-    """Of all requests that are not answered yet."""
+    """Bytes of the bodies of all requests that are not answered yet."""
     max_reqs_per_key: int | None = option(
         None, "sequences of one key (default: no limit)", metavar="N"
     )
-    """Those that wait and run."""
+    """Sequences of one key that wait or run."""
     scheduling_policy: Literal["fcfs", "priority"] = option(
         "fcfs",
         "order of the requests of one key: of arrival, or of their `priority` (default: "
@@ -253,7 +253,7 @@ class ServerOptions:
     """Time for a body, and one second more for each 64 KiB of it."""
     keep_alive_timeout: float = _timeout(75.0, "a connection may be idle")
     stall_timeout: float = _timeout(60.0, "without an engine step after which /ready fails")
-    """While there is work; after twice that the process ends."""
+    """Seconds without an engine step while there is work; after twice that the process ends."""
     shutdown_timeout: float = _timeout(30.0, "requests may take after SIGTERM")
     shutdown_delay: float = _timeout(0.0, "after SIGTERM in which requests are still accepted")
     """For load balancers that lag."""

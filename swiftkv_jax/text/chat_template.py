@@ -169,7 +169,7 @@ _watcher: threading.Thread | None = None
 
 
 def _limited(work: Callable[[], Any], deadline_s: float, max_memory: int) -> Any:
-    """What `work` returns or raises; `DataError` if it was stopped."""
+    """Return or raise what `work` does; raise `DataError` if it was stopped."""
     global _watcher
     if _watcher is None or not _watcher.is_alive():  # a forked process has none
         _watcher = threading.Thread(target=_watch, name="chat template limits", daemon=True)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _around: weakref.WeakKeyDictionary[Any, tuple[list[int], list[int]]] = weakref.WeakKeyDictionary()
-"""Of each tokenizer, what `ids_around` found."""
+"""Results of `ids_around`, by tokenizer."""
 
 
 def ids_around(backend: Tokenizer) -> tuple[list[int], list[int]]:

@@ -50,7 +50,7 @@ class StopStrings:
         return whole[:certain]
 
     def finish(self) -> str:
-        """What was held back, now that nothing follows."""
+        """Return the text that was held back, now that nothing follows."""
         held = self._held
         self._held = ""
         self._state = 0
@@ -73,7 +73,7 @@ class _Automaton(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _automaton(stops: tuple[str, ...]) -> _Automaton:
-    """In time and memory proportional to the strings."""
+    """Build the automaton in time and memory proportional to the strings."""
     if "" in stops:
         raise UsageError("stop='': a stop string must have at least one character")
     found = _Automaton([{}], [0], [0], [None])

@@ -12,7 +12,7 @@ from .calibrate_options import CalibrationOptions
 from .recipe import Recipe
 
 _NEEDED = {"data": "`data` (a path, or stdlib)", "output_dir": "`output_dir`"}
-"""What a model that is not the demo's needs."""
+"""Options that a model needs unless it is the demo's."""
 
 
 def make_options[T: (Recipe, CalibrationOptions)](

@@ -57,7 +57,7 @@ MEASURED = Objective(temperature=1.0, hidden_weight=0.0, hidden="relative")
 """The divergence of the models as they are: at temperature 1, without the hidden state's."""
 HELD_OUT = "held-out text"
 LEFT = "the data, in rows that were not fitted to"
-"""What a table was measured on."""
+"""Names of the text on which a table was measured."""
 
 
 def main(args: argparse.Namespace) -> int:
@@ -184,7 +184,8 @@ def _far_loss(results: dict[str, dict[str, Any]]) -> tuple[int, float | None]:
 
 
 def _warning(files: AuxiliaryFiles, results: dict[str, dict[str, Any]]) -> str | None:
-    """What the record says of the loss on far tokens: too much, not measured, or nothing."""
+    """Return the record's warning of the loss on far tokens: too large, or not measured; None if
+    neither."""
     tokens, nats = _far_loss(results)
     if nats is None or tokens < MIN_FAR_TOKENS:
         return "loss on far tokens: not measured"

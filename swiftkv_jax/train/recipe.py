@@ -235,7 +235,7 @@ class Recipe:
     load_best_model_at_end: bool = option(
         False, "export the state of the lowest held-out loss, not the last"
     )
-    """That of step 0 is one of them."""
+    """Whether the best state is exported, not the last. The state of step 0 is a candidate."""
 
     def __post_init__(self):
         check_shared(self)
@@ -306,7 +306,7 @@ STEERS: dict[str, Steers] = {
 }
 """The fields that steer the updates."""
 STEERING_LATER = {name: note.earlier for name, note in STEERS.items() if note.earlier is not None}
-"""Those that the first checkpoints lack, with the values that they were trained with."""
+"""Fields that the first checkpoints lack, with the values that those were trained with."""
 STEERING = tuple(name for name in STEERS if name not in STEERING_LATER)
 UNRECORDED = STEERING_LATER | {name: getattr(Config, name) for name in CUT_FIELDS}
 """Values of settings that a checkpoint does not name."""

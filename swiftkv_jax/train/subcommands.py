@@ -47,7 +47,7 @@ class Subcommand(NamedTuple):
     description: str | None
     add_flags: Callable[[argparse.ArgumentParser], None]
     module: str
-    """Of this package."""
+    """Name of a module in this package."""
     function: str = "main"
 
 
@@ -58,7 +58,7 @@ SUBCOMMANDS = {
     "show": Subcommand(add_show_flags.__doc__, add_show_flags, "data.commands", "show"),
     "report": Subcommand(add_report_flags.__doc__, add_report_flags, "report.report"),
 }
-"""By the first word of the command line."""
+"""Subcommands by the first word of the command line."""
 
 
 def parser(name: str) -> argparse.ArgumentParser:

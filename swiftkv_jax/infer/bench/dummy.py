@@ -64,7 +64,8 @@ def dummy_model(
 
 
 def _without_teacher(config: Config, llama: Llama) -> Llama:
-    """Without the upper q, k, v, or with what is needed of them if tokens keep their own."""
+    """Return the weights without the upper q, k, v; where tokens keep their own, with those that
+    they need."""
     kept = None
     if config.has_two_caches:
         kept = llama.upper_qkv

@@ -14,12 +14,12 @@ from typing import Any
 
 @dataclasses.dataclass
 class Timed:
-    """What one request did. Times are `time.perf_counter()` seconds."""
+    """Times and counts of one request. Times are `time.perf_counter()` seconds."""
 
     sent: float = 0.0
-    """When the first byte is written: the body is encoded before."""
+    """Time when the first byte is written: the body is encoded before."""
     arrivals: list[float] = dataclasses.field(default_factory=list)
-    """Of each event with text."""
+    """Times of the events with text."""
     num_tokens: int = 0
     """Tokens of the answer, by the server's count where it gives one."""
     num_prompt_tokens: int = 0

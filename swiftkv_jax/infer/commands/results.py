@@ -15,7 +15,8 @@ class Completion:
     """One sample of a row."""
 
     def __init__(self, tokenizer: Any, request: Request):
-        """With `tokenizer` None there is no text, and no stop string can be found."""
+        """Begin without tokens. With `tokenizer` None there is no text, and no stop string can be
+        found."""
         self._params = request.params
         self._stream = None if tokenizer is None else TextStream.of(tokenizer, request)
         self._stop_reason: str | int | None = None

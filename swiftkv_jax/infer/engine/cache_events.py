@@ -25,7 +25,7 @@ class PagesStored(NamedTuple):
     """Consecutive pages of a sequence that have been added to the cache."""
 
     keys: list[bytes]
-    """As of `page_pool.page_keys`."""
+    """Keys of the pages, by `page_pool.page_keys`."""
     parent: bytes | None
     """Key of the page before them; None if they begin the sequence."""
     token_ids: np.ndarray

@@ -169,7 +169,7 @@ class Engine[R: ModelRunnerBase]:
 
     @property
     def load(self) -> Load:
-        """What is queued and running now, and the memory that it holds."""
+        """Requests and sequences that are queued and running now, and the memory that they hold."""
         return Load.of(self._scheduler)
 
     @property

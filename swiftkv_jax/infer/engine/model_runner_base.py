@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ModelRunnerBase(Protocol):
-    """What the engine needs of a model runner. A test double needs no model."""
+    """Interface that the engine needs of a model runner. A test double needs no model."""
 
     shapes: Shapes
     limits: Limits

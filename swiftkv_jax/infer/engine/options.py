@@ -41,24 +41,24 @@ class EngineOptions:
     max_num_seqs: int = option(
         64, "sequences that decode together (default: %(default)s)", metavar="N"
     )
-    """On all devices."""
+    """Number of sequences on all devices together."""
     max_num_batched_tokens: int | None = option(
         None,
         "tokens of a chunk of prefill (default: 2k; on a CPU 512)",
         metavar="N",
         parse=token_count,
     )
-    """On each data-parallel shard. At most `decode_steps` chunks run before a decode call. A larger
-    chunk delays decoding; with fewer than some hundreds of tokens a device's arithmetic is not
-    fully used."""
+    """Number of tokens on each data-parallel shard. At most `decode_steps` chunks run before a
+    decode call. A larger chunk delays decoding; with fewer than some hundreds of tokens a device's
+    arithmetic is not fully used."""
     decode_steps: int = option(
         8,
         "tokens a sequence decodes in one call (default: %(default)s; 1 where text is printed "
         "as it comes)",
         metavar="N",
     )
-    """Also the largest number of prefill chunks before such a call. With fewer, tokens are returned
-    sooner; with more, the host has less work."""
+    """Tokens that a sequence decodes in one call, and the largest number of prefill chunks before
+    such a call. With fewer, tokens are returned sooner; with more, the host has less work."""
     single_step_rows: int | None = option(
         0,
         "number of sequences up to which a call decodes one token each (default: %(default)s; "
@@ -102,10 +102,10 @@ class EngineOptions:
         metavar="N",
         parse=token_count,
     )
-    """When no page is left for the next ones, the request that came last is preempted: it returns
-    to the queue, and later runs its prompt and its answer so far through prefill. Its output is
-    unchanged. A request with several samples reserves all of its `max_tokens`. With a smaller
-    number more sequences run at once."""
+    """Number of new tokens that get pages at a time. When no page is left for the next ones, the
+    request that came last is preempted: it returns to the queue, and later runs its prompt and its
+    answer so far through prefill. Its output is unchanged. A request with several samples reserves
+    all of its `max_tokens`. With a smaller number more sequences run at once."""
     enable_prefix_caching: bool = option(
         True,
         "reuse the cache of prompts that begin with the same tokens (default: yes)",
@@ -117,8 +117,8 @@ class EngineOptions:
         "own: generated tokens keep each upper layer's own keys and values (default: the "
         "checkpoint's, or boundary)",
     )
-    """So does a scored continuation. Has no effect on a teacher, whose tokens always have their
-    own."""
+    """Source of the upper keys and values of generated tokens, and of a scored continuation. It has
+    no effect on a teacher, whose tokens always have their own."""
     exact_tail: int | None = option(
         None,
         "with own: also the last N tokens of a prompt (default: the checkpoint's, or 0)",

@@ -30,7 +30,7 @@ import numpy as np
 from .cache_events import CacheEvents, TokenSource
 
 RELEASED = -1
-"""In a page table: a page that the sequence no longer needs."""
+"""Mark in a page table of a page that the sequence no longer needs."""
 
 
 @dataclasses.dataclass
@@ -46,7 +46,7 @@ class PrefixStats:
 
 
 class PageNeeds(NamedTuple):
-    """What a sequence needs."""
+    """Numbers of pages that a sequence needs."""
 
     pages: int
     """Pages for all of its positions."""
@@ -67,9 +67,10 @@ class PagePool:
         window: int | None = None,
         pages_per_own_page: int = 0,
     ):
-        """With `share` False no page is cached. `window` is the largest number of positions that a
-        token sees, including its own (see `Config.window`); None: all. `pages_per_own_page` is
-        `Config.pages_per_own_page` where upper layers attend to two caches, else 0."""
+        """Create a pool of free pages. With `share` False no page is cached. `window` is the
+        largest number of positions that a token sees, including its own (see `Config.window`);
+        None: all. `pages_per_own_page` is `Config.pages_per_own_page` where upper layers attend to
+        two caches, else 0."""
         self.num_pages = num_pages
         self.page_size = page_size
         self.pages_per_own_page = pages_per_own_page
@@ -234,7 +235,7 @@ class PagePool:
 
 
 def all_pages(pages: Sequence[int], own_pages: Iterable[Sequence[int]]) -> list[int]:
-    """Of a sequence: what `PagePool.take` has split."""
+    """Join the two kinds of pages of a sequence, which `PagePool.take` has split."""
     return [*pages, *itertools.chain.from_iterable(own_pages)]
 
 

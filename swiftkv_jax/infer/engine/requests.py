@@ -55,7 +55,7 @@ class ScoreRequest:
     `sampling_params.MAX_LOGPROBS`."""
     cache_salt: str = ""
     page_keys: Sequence[bytes] | None = None
-    """As in `Request`, of `tokens`."""
+    """Keys of the full pages of `tokens`, as in `Request`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,4 +132,4 @@ class RequestOutput:
     stop_logprob: Logprob | None = None
     """Its entry, if they were asked for."""
     error: str = ""
-    """What went wrong, with the finish reason `error`: `NOT_FINITE`, or what the grammar says."""
+    """Cause of the finish reason `error`: `NOT_FINITE`, or what the grammar says."""

@@ -1,4 +1,4 @@
-"""What an engine has done, and what it has to do."""
+"""Counts of what an engine has done, and of what it has to do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Stats:
     prefilled_tokens: int = 0
     """Tokens that ran through prefill."""
     lower_layer_tokens: int = 0
-    """Those of them that ran through the lower layers only: what SwiftKV saves."""
+    """Prefilled tokens that ran through the lower layers only: what SwiftKV saves."""
     padding_tokens: int = 0
     """Tokens of prefill calls beyond those asked for, up to the next compiled size."""
     new_tokens: int = 0
@@ -55,7 +55,8 @@ class Stats:
 
 
 class Load(NamedTuple):
-    """What is queued and running in an engine between two steps, and the memory that it holds."""
+    """Requests and sequences that are queued and running between two steps of an engine, and the
+    memory that they hold."""
 
     num_waiting: int
     """Requests that wait to start, or to continue after a preemption."""

@@ -60,8 +60,8 @@ def run_lower_layers(
     read: Read,
     attention: Attention,
 ) -> tuple[Float[Array, "A T D"], Tables, KVCache]:
-    """What runs for every token: (hidden state at the SwiftKV layer, rotary tables, cache with the
-    tokens' keys and values in the lower layers)."""
+    """Run all tokens through the lower layers. Return (hidden state at the SwiftKV layer, rotary
+    tables, cache with the tokens' keys and values in the lower layers)."""
     x = embed(config, weights.embed, tokens)
     tables = rope_tables(config, positions)
     pools = list(zip(cache.k, cache.v, strict=True))

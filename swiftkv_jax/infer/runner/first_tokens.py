@@ -25,7 +25,7 @@ from .serving_form import Weights
 
 
 class FirstKV(NamedTuple):
-    """What an upper layer makes of R first tokens on each of A data-parallel shards."""
+    """Output of an upper layer for R first tokens on each of A data-parallel shards."""
 
     x: Float[Array, "A R D"]
     """Hidden states after the layer."""
@@ -44,7 +44,7 @@ class FirstTokens:
 
     @classmethod
     def of(cls, tiles: QueryTiles, length: int) -> FirstTokens:
-        """Those of the tiles that begin at position 0."""
+        """Return the first tokens of the tiles that begin at position 0."""
         begins = (tiles.page_start + tiles.query_start == 0) & (tiles.query_end > 0)
         index = jnp.where(begins, tiles.source, length)
         return cls(index.reshape(tiles.tile_index.shape[0], -1), length)

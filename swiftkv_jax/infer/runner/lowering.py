@@ -54,7 +54,7 @@ class UpperProgram:
     upper_tokens: int
     """Tokens that run through the upper layers."""
     context: int | None
-    """As in `PrefillProgram`."""
+    """Pages that are gathered, as in `PrefillProgram`."""
     scores: bool
     """Whether those tokens are scored; else they only fill the cache."""
 

@@ -134,7 +134,7 @@ def _read(file: Path) -> str:
 
 
 def _buffers(array: jax.Array) -> set[tuple[Any, int]]:
-    """Where the memory of an array begins on the devices of this process."""
+    """Return the addresses of an array's memory on the devices of this process."""
     return {
         (shard.device, shard.data.unsafe_buffer_pointer()) for shard in array.addressable_shards
     }

@@ -195,7 +195,7 @@ def shard_model(model: Model, mesh: Mesh) -> Model:
 
 
 class _Leaves(Protocol):
-    """What the form is made of: arrays, or their shapes with the places of each."""
+    """Operations on what the form is made of: arrays, or their shapes with the places of each."""
 
     def unstack(self, leaf: Any) -> Any: ...
     def stack(self, *leaves: Any) -> Any: ...
@@ -352,7 +352,7 @@ class _Shapes:
         return _moved(leaf, (leaf.shape[0], math.prod(leaf.shape[1:])), slice(2))
 
     def swap_inputs(self, leaf):
-        """Only the experts are split."""
+        """Swap the last two axes. Only the experts are split."""
         first, second, third = leaf.shape
         return _moved(leaf, (first, third, second), slice(1))
 

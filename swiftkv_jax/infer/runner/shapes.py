@@ -106,7 +106,7 @@ class Shapes:
 
     @property
     def single_step_sizes(self) -> tuple[int, ...]:
-        """Those of `decode_rows` that have a single-step program."""
+        """Values of `decode_rows` that have a single-step program."""
         rows = self.single_step_rows
         largest = next((size for size in self.decode_rows if size >= rows), self.slots)
         return tuple(size for size in self.decode_rows if rows and size <= largest)

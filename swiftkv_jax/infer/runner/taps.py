@@ -73,7 +73,7 @@ def decode_before(
 
 
 def _on_each_device(before: Callable[..., Any], sharding: NamedSharding | None):
-    """`before` on each device's part of the states, whose page numbers count within it."""
+    """Run `before` on each device's part of the states; page numbers count within that part."""
     if sharding is None:
         return before
     spec = sharding.spec

@@ -22,12 +22,12 @@ _REMEDIES = {
     "backreferences": "; write the pattern without them, or leave it out and check the answer",
     "min/maxProperties only": "; require all of them, or leave the keyword out",
 }
-"""What llguidance says of a grammar -> what to do."""
+"""Messages of llguidance about a grammar -> what to do."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerDescription:
-    """What llguidance needs of a tokenizer."""
+    """Properties of a tokenizer that llguidance needs."""
 
     text: str
     """The JSON of the package tokenizers."""

@@ -14,7 +14,7 @@ import re
 from typing import Any
 
 _MARK = "\U0010ffff"
-"""In the names of control tokens: not a character, so that no text has it."""
+"""Mark in the names of control tokens: not a character, so that no text has it."""
 _SPACE = "\u2581"
 _HIDDEN_SPACE = "\U0010fffe"
 """How vocabularies with tokens for bytes spell a space, and a spelling that no text has."""

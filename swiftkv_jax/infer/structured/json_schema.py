@@ -22,8 +22,8 @@ MAX_REGEX_LENGTH = 4096
 MAX_DEPTH = 64
 """Depth to which a schema may be nested."""
 MAX_MULTIPLE = 200_000
-"""Of what `multipleOf` says in a schema, as whole numbers of its last decimal place: their sum, and
-their least common multiple. A compiled one has as many states."""
+"""Limit of the sum and of the least common multiple of a schema's values of `multipleOf`, as whole
+numbers of their last decimal place. A compiled `multipleOf` has as many states."""
 FORMATS = frozenset(
     "date date-time duration email hostname ipv4 ipv6 time unknown uri uuid".split()
 )
@@ -45,7 +45,7 @@ _NAME = r"(?:[^\\^$.|?*+()\[\]{}\n]|\\[^\w\s])+"
 _LITERAL_NAMES = re.compile(rf"\^(?:({_NAME})|\((?:\?:)?({_NAME}(?:\|{_NAME})*)\))\$")
 """A pattern of names that are spelled out, `^(a|b)$`."""
 _MANY_NAMES = re.compile(r"[*+{.]|(?<!\()\?|\\[A-Za-z]|\[\^|\[[^\]]*-|^.{65}")
-"""What makes a pattern fit more names than a schema declares, or makes it take long to tell."""
+"""Syntax with which a pattern fits more names than a schema declares, or takes long to tell."""
 
 
 def checked_schema(schema: str | bool | Mapping[str, Any] | None) -> dict[str, Any]:

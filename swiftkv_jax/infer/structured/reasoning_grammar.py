@@ -41,7 +41,7 @@ class ReasoningGrammar:
 
     @staticmethod
     def fill_masks(matchers: Sequence[Any], masks: np.ndarray) -> None:
-        """As `Matcher.fill_masks`."""
+        """Fill masks, as `Matcher.fill_masks` does."""
         fill_rows({row: one.grammar for row, one in enumerate(matchers) if not one._inside}, masks)
         for one, mask in zip(matchers, masks, strict=True):
             if one._inside:
@@ -50,7 +50,7 @@ class ReasoningGrammar:
                 mask[token // 32] |= np.uint32(1) << np.uint32(token % 32)
 
     def accept(self, token_id: int, /) -> None:
-        """As `Matcher.accept`."""
+        """Accept a token, as `Matcher.accept` does."""
         if self._inside:
             self._reason(token_id)
         elif token_id == self.begin_token:
@@ -76,10 +76,10 @@ class ReasoningGrammar:
 
     @property
     def is_ended(self) -> bool:
-        """As `Matcher.is_ended`."""
+        """Whether no further token is possible, as in `Matcher.is_ended`."""
         return not self._inside and self.begin_token is None and self.grammar.is_ended
 
     @property
     def error(self) -> str:
-        """As `Matcher.error`."""
+        """Reason why the sequence cannot continue, as in `Matcher.error`."""
         return self._error or self.grammar.error

@@ -22,10 +22,9 @@ class TokenFilter:
         bad_words: Sequence[Sequence[int]] = (),
         grammar: Matcher | None = None,
     ):
-        """Only `allowed_token_ids` (None: all of them) may come, an end token too only if it is one
-        of them. The last token of one of `bad_words`, each of them token ids, may not come after
-        the others. Ids are below `vocab_size`. With `grammar` only what it allows may come.
-        """
+        """Allow only `allowed_token_ids` (None: all of them), and an end token only if it is one of
+        them. The last token of one of `bad_words`, each of them token ids, may not come after the
+        others. Ids are below `vocab_size`. With `grammar` only what it allows may come."""
         self.allowed_token_ids = None if allowed_token_ids is None else tuple(allowed_token_ids)
         self._allowed = mask_of(self.allowed_token_ids, vocab_size)
         self.bad_words = tuple(tuple(word) for word in bad_words if word)
@@ -36,7 +35,7 @@ class TokenFilter:
 
     @staticmethod
     def fill_masks(matchers: Sequence[Any], masks: np.ndarray) -> None:
-        """As `Matcher.fill_masks`."""
+        """Fill masks, as `Matcher.fill_masks` does."""
         masks[:] = np.uint32(2**32 - 1)
         inner = {row: one.grammar for row, one in enumerate(matchers) if one.grammar is not None}
         fill_rows(inner, masks)
@@ -51,7 +50,7 @@ class TokenFilter:
         self._nothing = not mask.any()
 
     def accept(self, token_id: int, /) -> None:
-        """As `Matcher.accept`."""
+        """Accept a token, as `Matcher.accept` does."""
         self._last = (*self._last, token_id)[-self._longest :] if self._longest else ()
         if self.grammar is not None:
             self.grammar.accept(token_id)
@@ -66,12 +65,12 @@ class TokenFilter:
 
     @property
     def is_ended(self) -> bool:
-        """As `Matcher.is_ended`."""
+        """Whether no further token is possible, as in `Matcher.is_ended`."""
         return self.grammar is not None and self.grammar.is_ended
 
     @property
     def error(self) -> str:
-        """As `Matcher.error`."""
+        """Reason why the sequence cannot continue, as in `Matcher.error`."""
         if self.grammar is not None and self.grammar.error:
             return self.grammar.error
         return "the answer cannot go on: no token is allowed to come next" if self._nothing else ""

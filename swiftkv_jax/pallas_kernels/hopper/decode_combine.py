@@ -22,8 +22,8 @@ UNSEEN = -1e30
 """Logarithm of the sum of no exponentials. Finite: the difference of two of them is 0, not NaN."""
 _LAYOUT = plgpu.Layout.WGMMA
 _STORE = getattr(plgpu, "store", None)
-"""From JAX 0.12 on, where an assignment is refused unless it stores whole lines without conflicts;
-before it, Pallas falls back by itself."""
+"""Function of JAX 0.12 and later, where an assignment is refused unless it stores whole lines
+without conflicts; None in earlier versions, in which Pallas falls back by itself."""
 _HELD = 8192  # numbers that a thread block reads at once: 64 registers a thread
 
 

@@ -377,7 +377,8 @@ def _kernel(
         pl.when(tuning.ping_pong and warpgroup == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
 
     def end_turns():
-        """Both take as many turns, so the last one handed over is left."""
+        """Wait for the turn that is left: both warpgroups take as many, so the last one handed over
+        is not taken."""
         pl.when(tuning.ping_pong and warpgroup == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
 
     @pl.when(warpgroup < CONSUMERS)

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 
 class Workers:
-    """At most so many calls at once, those included for which no client waits any more: a thread
-    cannot be stopped. On the thread of the connections."""
+    """Threads that run at most `limit` calls at once, those included for which no client waits any
+    more: a thread cannot be stopped. Methods are called on the thread of the connections."""
 
     def __init__(self, pool: concurrent.futures.Executor, limit: int):
         self._pool, self._turns = pool, asyncio.Semaphore(limit)

@@ -54,7 +54,7 @@ STATES_BYTES = 2**31
 
 @dataclasses.dataclass(frozen=True)
 class SweepSettings:
-    """What is analysed, according to the options and the model's config alone."""
+    """Settings of an analysis, by the options and the model's config alone."""
 
     model: str
     data: tuple[str, ...]
@@ -72,7 +72,7 @@ class SweepSettings:
 
 
 class Findings(NamedTuple):
-    """What an analysis found."""
+    """Results of an analysis."""
 
     analysis: Analysis
     recommendation: Recommendation | None
@@ -241,8 +241,8 @@ def settle(options: AnalyzeOptions) -> SweepSettings:
 
 
 def choose_generated(options: AnalyzeOptions) -> tuple[tuple[GeneratedKV, ...], int]:
-    """What is measured of `Config.generated_kv`, and the exact tail. Raises `UsageError` for a tail
-    that a measured prompt, half of a row, does not exceed."""
+    """Return the values of `Config.generated_kv` that are measured, and the exact tail. Raises
+    `UsageError` for a tail that a measured prompt, half of a row, does not exceed."""
     tail = options.exact_tail
     prompt = options.max_length // 2
     if options.generated_kv == "boundary":
@@ -321,7 +321,8 @@ def write_document(found: Findings, options: AnalyzeOptions, *, finished: bool =
 
 
 def recorded_options(options: AnalyzeOptions) -> dict[str, Any]:
-    """Those that the figures depend on, as `analysis.json` has them, beside its own fields."""
+    """Return the options on which the figures depend, as `analysis.json` has them beside its own
+    fields."""
     elsewhere = "model", "revision", "data", "dtype", "max_length", "prompt_length", "mesh"
     fields = dataclasses.asdict(options)
     return {name: value for name, value in fields.items() if name not in (*elsewhere, "output_dir")}

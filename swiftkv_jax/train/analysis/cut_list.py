@@ -17,7 +17,7 @@ EXPECTED = "percentages of the layers (50%), numbers of layers (K=3), or all"
 
 class NamedCut(NamedTuple):
     name: str
-    """As it was asked for: `37.5%` or `K=3`."""
+    """Name of the cut, as it was asked for: `37.5%` or `K=3`."""
     k: int
     """Number of layers."""
 

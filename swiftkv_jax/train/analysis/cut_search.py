@@ -1,4 +1,4 @@
-"""What an analysis measures, and in which order.
+"""Measurements of an analysis, and their order.
 
 1. Every cut that is named, without taps and prompt layers: one pass over the calibration text.
 2. Where no cuts are named, those between the lowest K that is within the budget and the one below

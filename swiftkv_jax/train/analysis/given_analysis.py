@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 ANALYSIS = "analysis.json"
 FOLDER = "analysis"
-"""Of a run's own analysis, in its output folder."""
+"""Folder of a run's own analysis, in its output folder."""
 
 _KINDS = {
     "int": "a whole number",
@@ -31,7 +31,7 @@ _KINDS = {
     "bool": "true or false",
     "GeneratedKV": " or ".join(GENERATED_KV),
 }
-"""By the types of `Recommendation`."""
+"""Descriptions of JSON values by the types of `Recommendation`."""
 
 
 class GivenAnalysis(NamedTuple):

@@ -227,9 +227,9 @@ def describe_cut(cut: CutResult | Recommendation, num_layers: int) -> str:
 
 
 def recommend(cuts: Iterable[CutResult], budget: Budget, far_tokens: int) -> Recommendation | None:
-    """Of the `cuts` within `budget` the one with the cheapest prefill, then with the smallest cache
-    and the lowest divergence; the one nearest to it if none is. None without cuts, or where far
-    tokens alone count and are too few to say."""
+    """Return, of the `cuts` within `budget`, the one with the cheapest prefill, then with the
+    smallest cache and the lowest divergence; the one nearest to it if none is. None without cuts,
+    or where far tokens alone count and are too few to say."""
     measured = far_tokens >= MIN_FAR_TOKENS
     known = [as_counted(cut, far_tokens) for cut in cuts]
     if not known or (budget.perplexity_loss is None and not measured):

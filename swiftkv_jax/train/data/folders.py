@@ -99,7 +99,8 @@ def _names(folder: Path, files: Sequence[Path]) -> str:
 def _of_split(
     folder: Path, splits: Mapping[str, list[Path]], files: Sequence[Path], held_out: bool
 ) -> list[Path]:
-    """Those of `files` that are read: those of a split, or all where there are no splits."""
+    """Return those of `files` that are read: the files of a split, or all where there are no
+    splits."""
     if not splits:
         return list(files)
     split = choose_split(folder, splits, held_out=held_out)

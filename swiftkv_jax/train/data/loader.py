@@ -199,8 +199,8 @@ def first_batches(
     limit: int,
     own_tail: int | None = None,
 ) -> Iterator[LocalBatch]:
-    """At most `limit` batches of all rows in order, each once; empty rows, which carry no weight,
-    fill the last one."""
+    """Yield at most `limit` batches of all rows in order, each once; empty rows, which carry no
+    weight, fill the last batch."""
     datasets = [_numbered(data) for data in mixture.datasets]
     starts = [0, *itertools.accumulate(map(len, datasets))]
 

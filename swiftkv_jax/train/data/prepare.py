@@ -1,5 +1,5 @@
-"""From a source to a packed dataset: read, tokenise and pack once, and use the result in every run
-with the same data and tokenizer."""
+"""Preparation of a packed dataset from a source: read, tokenise and pack once, and use the result
+in every run with the same data and tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From documents to text with the places of its targets.
+"""Rendering of documents as text, with the places of its targets.
 
 A chat template that marks what is generated (`{% generation %}`) decides the targets itself. With
 any other they are the assistant's turns. Their place is the difference between two renderings of

@@ -16,7 +16,7 @@ ROLES = {
     "tool": "tool",
     "function_response": "tool",
 }
-"""`from` of a turn -> the role of its message. A `function_call` is JSON text of a call, or of a
+"""Role of a message, by the `from` of its turn. A `function_call` is JSON text of a call, or of a
 list of calls; what it returned has several names."""
 
 

@@ -1,4 +1,4 @@
-"""From documents to tokens and targets."""
+"""Tokenising of documents: their tokens and targets."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .documents import Document, Unreadable
 from .rendering import Rendered, Renderer
 
 VERSION = 2
-"""Of the rules by which a document becomes tokens and targets. In the first, text that brought its
-special tokens got them twice, and targets were also what templates write behind an answer's end
-token and as empty reasoning."""
+"""Version of the rules by which a document becomes tokens and targets. In the first version, text
+that brought its special tokens got them twice, and targets were also what templates write behind an
+answer's end token and as empty reasoning."""
 # A tokenizer call runs on all cores when it gets many texts; the second limit bounds its memory.
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 2**22

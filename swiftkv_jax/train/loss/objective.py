@@ -1,4 +1,4 @@
-"""What the loss of a run consists of. Importing this does not import JAX."""
+"""Parts of the loss of a run. Importing this does not import JAX."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ Divergence = Literal["forward", "reverse", "jsd"]
 mixture (Lin, "Divergence measures based on the Shannon entropy", 1991)."""
 
 LossAverage = Literal["targets", "positions"]
-"""What the summed KL divergence is divided by: the predictions that count (the sum of `loss_mask`),
-or all positions that hold a token, as in the authors' trainer. Padding counts in neither."""
+"""Divisor of the summed KL divergence: the predictions that count (the sum of `loss_mask`), or all
+positions that hold a token, as in the authors' trainer. Padding counts in neither."""
 
 HiddenLoss = Literal["relative", "absolute"]
 """Mean squared difference of the hidden states: for each token relative to the teacher's mean
@@ -19,7 +19,7 @@ square, or absolute, as in the authors' trainer."""
 
 
 LossMask = Literal["shifted", "unshifted"]
-"""Which predictions count: shifted, those whose token, the next one, is a target of the same
+"""Predictions that count: shifted, those whose token, the next one, is a target of the same
 document; unshifted, those at a target, whatever comes next, as in the authors' trainer."""
 Padding = Literal["separate", "joined"]
 """The end of a row that no document fills: separate, segment 0, which counts nowhere; joined, more

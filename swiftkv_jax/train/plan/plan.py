@@ -122,7 +122,7 @@ def machines_of(mesh: Mesh | AbstractMesh) -> Sequence[Hardware]:
 
 
 def table_of_bytes(title: str, memory: dict[str, float]) -> str:
-    """In GiB, or in MiB where all is less than a quarter of one."""
+    """Format a table in GiB, or in MiB where the total is less than a quarter of one GiB."""
     rows = [*memory.items(), ("total", total := sum(memory.values()))]
     unit, size = ("GiB", GIB) if total >= GIB / 4 else ("MiB", GIB / 1024)
     width = max(len(title), *(len(name) for name, _ in rows))
@@ -135,8 +135,8 @@ def table_of_bytes(title: str, memory: dict[str, float]) -> str:
 
 
 def boundary_words(config: Config) -> str:
-    """What of prompt attention layers, taps and an exact head there is, to end a list; empty if
-    nothing."""
+    """Describe the prompt attention layers, taps and exact head, to end a list; empty without
+    any."""
     alone = config.prompt_attention_layers
     taps = config.boundary_taps
     words = f", {alone} prompt attention layers" * (alone > 0)
@@ -165,7 +165,7 @@ def describe_plan(recipe: Recipe, config: Config, dtype: jnp.dtype) -> str:
 
 
 def table_of_flops(parts: dict[str, float]) -> str:
-    """In GFLOP, or in MFLOP where all is less than one."""
+    """Format a table in GFLOP, or in MFLOP where the total is less than one GFLOP."""
     total = sum(parts.values())
     width = max(map(len, parts))
     unit, size = ("GFLOP", 1e9) if total >= 1e9 else ("MFLOP", 1e6)

@@ -176,7 +176,7 @@ def check_run(recipe: Recipe, source: Source, config: Config) -> None:
 
 
 class RunContext(NamedTuple):
-    """What does not change while a run trains."""
+    """Values that do not change while a run trains."""
 
     recipe: Recipe
     config: Config

@@ -27,16 +27,16 @@ from .setup import cut_model, load_data, load_model, open_tokenizer, source_dtyp
 
 
 class OpenRun[T: (Recipe, CalibrationOptions)](NamedTuple):
-    """What a run works with."""
+    """Options, model and data that a run works with."""
 
     options: T
-    """With numbers in the place of -1 and None: the mesh, the cut if one was recommended, and the
-    implementation of attention, which was checked."""
+    """Options with numbers in the place of -1 and None: the mesh, the cut if one was recommended,
+    and the implementation of attention, which was checked."""
     mesh: Mesh
     source: Source
     """The checkpoint."""
     model: Model
-    """At the cut of the options, with the checkpoint's delta if it has this cut."""
+    """Model at the cut of the options, with the checkpoint's delta if it has this cut."""
     data: DatasetMixture
     eval_data: DatasetMixture | None
     export_dtype: jnp.dtype

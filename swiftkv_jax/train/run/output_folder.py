@@ -49,7 +49,7 @@ def prepare_folder(folder: Path, model: str) -> None:
 
 @contextlib.contextmanager
 def removed_if_empty(folder: Path) -> Iterator[None]:
-    """If the block fails, remove `folder`, its folder of prepared data and its parents as far as it
+    """Remove `folder`, its folder of prepared data and its parents if the block fails, as far as it
     made them and they are empty."""
     new = [each for each in (folder / DATA, folder, *folder.parents) if not each.exists()]
     try:

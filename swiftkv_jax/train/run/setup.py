@@ -1,4 +1,5 @@
-"""Before the first step of a run: the model at its cut, the data, and the record of both."""
+"""Preparation of a run before its first step: the model at its cut, the data, and the record of
+both."""
 
 from __future__ import annotations
 
@@ -171,8 +172,9 @@ def _mixture(
 def fingerprint(
     recipe: Recipe, model: Model, initial_delta_digest: str, data: DatasetMixture, steps: int
 ) -> dict[str, Any]:
-    """What must be the same for a checkpoint to be continued: weights, data, and the settings that
-    steer the updates. `initial_delta_digest` is the digest of the delta before the first step.
+    """Return what must be the same for a checkpoint to be continued: weights, data, and the
+    settings that steer the updates. `initial_delta_digest` is the digest of the delta before the
+    first step.
 
     Settings that earlier checkpoints do not have are included only if they differ from the values
     that those were trained with.

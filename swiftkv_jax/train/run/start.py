@@ -41,10 +41,10 @@ FITTED_PER_MEASURED = 8
 
 
 class RunStart(NamedTuple):
-    """What a run starts from."""
+    """Model with which a run starts, and the digest of its delta."""
 
     model: Model
-    """Without a delta if the run continues, else with it."""
+    """Model without a delta if the run continues, else with it."""
     digest: str
     """`digest_all` of the delta."""
 
@@ -161,7 +161,8 @@ def scale_queries(options: RunOptions, model: Model, data: DatasetMixture, mesh:
 
 
 def calibration_tokens(options: RunOptions, config: Config) -> int:
-    """Those of the options, or `TOKENS_PER_DIMENSION` for each entry of the hidden state."""
+    """Return the number of tokens in the options, or `TOKENS_PER_DIMENSION` for each entry of the
+    hidden state."""
     return options.calibration_tokens or TOKENS_PER_DIMENSION * config.embed_dim
 
 
