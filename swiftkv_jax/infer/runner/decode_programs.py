@@ -30,14 +30,14 @@ from .cached_layers import (
     run_upper_layers_own,
     run_upper_layers_two_caches,
 )
-from .constraints import (
+from .decode_state import DecodeBatch, DecodeState
+from .layout import (
     keep_cache_sharding,
     pool_sharding,
     replicate,
     split_rows,
     state_sharding,
 )
-from .decode_state import DecodeBatch, DecodeState
 from .prefill_chunk import INVALID_PAGE
 from .serving_form import Weights
 from .shapes import KVPrograms, serves_two_caches

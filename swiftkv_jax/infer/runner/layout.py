@@ -7,8 +7,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
+from ...model.attention import Attention
 from ...model.cache import (
     KVCache,
     cache_shapes,
@@ -98,3 +99,42 @@ class Layout:
 
         shapes = cache_shapes(self.config, pages, page_size, self.cache_dtype)
         return map_cache(shapes, placed(self.cache_sharding), placed(self.row_sharding))
+
+
+# Constraints in compiled programs ------------------------------------------------
+
+
+def pool_sharding(config: Config, attention: Attention) -> NamedSharding | None:
+    """Sharding of the cache's pools; None without a mesh."""
+    return None if attention.mesh is None else cache_sharding(config, attention.mesh)
+
+
+def state_sharding(attention: Attention) -> NamedSharding | None:
+    """Sharding of the cache's boundary states (`KVCache.tap`); None without a mesh."""
+    return None if attention.mesh is None else row_sharding(attention.mesh)
+
+
+def keep_cache_sharding(config: Config, cache: KVCache, attention: Attention) -> KVCache:
+    """Give the cache the sharding that it had before the call: only then are donated buffers
+    reused, and the compiled program fits the next call."""
+    if attention.mesh is None:
+        return cache
+    pages = cache_sharding(config, attention.mesh)
+    rows = row_sharding(attention.mesh)
+    return jax.lax.with_sharding_constraint(
+        cache, map_cache(cache, lambda _: pages, lambda _: rows)
+    )
+
+
+def split_rows(batch: DecodeBatch, attention: Attention) -> DecodeBatch:
+    """Split the rows of a batch over the devices that decode them."""
+    if attention.mesh is None:
+        return batch
+    return jax.lax.with_sharding_constraint(batch, row_sharding(attention.mesh))
+
+
+def replicate[Tree](tree: Tree, attention: Attention) -> Tree:
+    """Put what the host reads or writes on every device, so that each process can."""
+    if attention.mesh is None:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, replicated(attention.mesh))

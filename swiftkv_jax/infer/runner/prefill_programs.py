@@ -37,8 +37,8 @@ from .cached_layers import (
     run_upper_layers_own,
     run_upper_layers_two_caches,
 )
-from .constraints import keep_cache_sharding, pool_sharding, replicate, state_sharding
 from .first_tokens import FirstTokens
+from .layout import keep_cache_sharding, pool_sharding, replicate, state_sharding
 from .prefill_chunk import PrefillChunk, QueryTiles, UpperTokens, pack, unpack
 from .serving_form import Weights
 from .shapes import KVPrograms
