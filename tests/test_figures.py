@@ -89,6 +89,17 @@ def test_students_of_a_real_model_in_the_readme_are_the_measured_ones():
         f"in closed form: at most {max(above):.1f} % of perplexity, far {' and '.join(far)}"
     ) in " ".join(text_of(README).split())
     assert all(cell["tasks"]["recall"]["difference"]["value"] == 0 for cell in kept)
+    half = next(
+        cell
+        for cell in documents["gemma-3-270m"]["cells"]
+        if cell["num_key_value_layers"] == 9 and cell["exact_head"]
+    )
+    above = max(100 * text["above"]["value"] for text in half["texts"].values())
+    recall = half["tasks"]["recall"]["difference"]
+    assert (
+        f"{above:.1f} %, far {half['far']['lost']['value']:.2f}, {100 * recall['value']:.0f} ± "
+        f"{100 * recall['stderr']:.0f} points of recall"
+    ) in " ".join(text_of(README).split())
     tasks = document["cells"][0]["tasks"]
     assert f"{tasks['recall']['teacher']:.0%}" == "70%"
     assert f"{tasks['identifiers']['teacher']:.0%}" == "30%"
