@@ -74,14 +74,11 @@ def serving_configs(
     cache_dtype: Any,
     page_size: int,
     mesh: Mesh | None = None,
-    *,
-    two_caches: bool = False,
 ) -> list[KernelConfig]:
-    """Return the configurations that an engine needs for a model with weights of `dtype`. With
-    `two_caches` upper layers attend to each cache in parts. `Config.has_two_caches` implies it; it
-    has to be given where requests may choose (`serves_two_caches` of `infer.runner.shapes`)."""
+    """Return the configurations that an engine needs for a model with weights of `dtype`. Upper
+    layers with two caches attend to each in parts."""
     kinds: list[dict[str, Any]] = [{"windowed": windowed} for windowed in _windowed(config)]
-    if two_caches or config.has_two_caches:
+    if config.has_two_caches:
         kinds.append({"parts": True})  # these layers have no windows
     return [
         _of(op, config, dtype, cache_dtype, mesh, page_size=page_size, **kind)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,25 +38,14 @@ def split_layers(config: Config, llama: Llama) -> Llama:
     )
 
 
-def unstack[Tree](stack: Tree, *, donate: bool = False) -> tuple[Tree, ...]:
+def unstack[Tree](
+    stack: Tree | None, apart: Callable[[Any], Sequence[Any]] = jnp.unstack
+) -> tuple[Tree, ...]:
     """A stack of layers as a tuple of layers, for serving (a scan would copy each layer's weights
-    at every step).
-
-    Each stays on the devices it is split over: `tuple(array)` would take it through the host to the
-    first one. With `donate` each array of the stack is deleted once it is apart: there is one more
-    copy of one of them, not of all.
-    """
+    at every step); of None, none. `apart` takes one leaf of the stack apart."""
     leaves, tree = jax.tree.flatten(stack)
-
-    def layers(leaf):
-        parts = jnp.unstack(leaf)
-        if donate:
-            leaf.delete()
-        return parts
-
-    return tuple(
-        jax.tree.unflatten(tree, layer) for layer in zip(*map(layers, leaves), strict=True)
-    )
+    layers = zip(*map(apart, leaves), strict=True)
+    return tuple(jax.tree.unflatten(tree, layer) for layer in layers)
 
 
 def cast[Tree](tree: Tree, dtype) -> Tree:

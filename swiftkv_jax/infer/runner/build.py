@@ -14,6 +14,7 @@ from ...errors import UsageError
 from ...kernel_check import KernelCheck, checked_implementation, serving_configs
 from ...model.attention import Attention
 from ...model.cache import cache_dtype
+from ...model.config import Config
 from ...model.mesh import check_mesh, dp_size, mesh_of
 from ...model.model import Model, check_model
 from ...pallas_kernels import Implementation
@@ -22,7 +23,7 @@ from .layout import Layout
 from .memory import allocating, bytes_kept, bytes_per_device, memory_limit
 from .model_runner import ModelRunner
 from .serving_form import serve_model, served_config, shard_model
-from .shapes import Shapes, choose_shapes, kv_programs, serves_two_caches, with_contexts
+from .shapes import Shapes, choose_shapes, with_contexts
 
 logger = logging.getLogger(__name__)
 
@@ -55,17 +56,13 @@ def build_model_runner(
             "`generated_kv`=boundary: this model was made for own, with keys or queries scaled for "
             "it; measure it before you rely on its answers"
         )
-    kv = kv_programs(served)
-    if swiftkv and config.generated_kv == "boundary" and kv != "boundary":
+    if swiftkv and config.generated_kv == "boundary" and served.generated_kv == "own":
         logger.warning(
             "`generated_kv`=own: this model was made for boundary; it may hardly attend to distant "
             "prompt tokens while its average perplexity is good, so measure it on those"
         )
-    two_caches = serves_two_caches(served, kv)
-    own_kv = kv != "boundary" or served.exact_head > 0
-    if swiftkv and own_kv:
-        needs = "`generated_kv`=own" if kv != "boundary" else "`exact_head`=1"
-        _check_own_kv(model, two_caches, needs)
+    if swiftkv and served.keeps_own:
+        _check_own_kv(model, served)
     dtype = cache_dtype(options.kv_cache_dtype, model.dtype)
     # All arrays are committed to their devices from the start, because a program compiled for
     # uncommitted arrays is a different one.
@@ -75,14 +72,10 @@ def build_model_runner(
         device = mesh.local_devices[0]
         model = shard_model(model, mesh)
     layout = Layout(served, dtype, mesh, SingleDeviceSharding(device) if mesh is None else None)
-    configs = serving_configs(
-        served, model.dtype, dtype, options.page_size, mesh, two_caches=two_caches
-    )
+    configs = serving_configs(served, model.dtype, dtype, options.page_size, mesh)
     attention = checked_implementation(attention, configs, device, kernel_check)
     with allocating("the copy of the layers in serving form (`donate` keeps them once)"):
-        weights = serve_model(
-            model, swiftkv, mesh, own_kv=own_kv, two_caches=two_caches, donate=donate
-        )
+        weights = serve_model(model, served, swiftkv, mesh, donate=donate)
     # A caller that donates drops the model, also what was moved to a mesh and not deleted.
     kept_bytes = 0 if donate else bytes_kept(callers, weights)
     limit = memory_limit(device, options.memory_utilization)
@@ -114,12 +107,13 @@ def build_model_runner(
     )
 
 
-def _check_own_kv(model: Model, two_caches: bool, needs: str) -> None:
-    """Raise `UsageError` for a student whose tokens cannot keep their own keys and values, which
-    the option `needs`."""
+def _check_own_kv(model: Model, served: Config) -> None:
+    """Raise `UsageError` for a student whose tokens cannot keep their own keys and values, as they
+    do when `served`."""
     upper = model.llama.upper_qkv
-    if upper is None or (two_caches and upper.q is None):
-        needed = "q, k and v" if two_caches else "k and v"
+    if upper is None or (served.has_two_caches and upper.q is None):
+        needs = "`generated_kv`=own" if served.generated_kv == "own" else "`exact_head`=1"
+        needed = "q, k and v" if served.has_two_caches else "k and v"
         raise UsageError(
             f"{needs} needs the teacher's upper {needed}, which this model was saved or loaded "
             f"without"

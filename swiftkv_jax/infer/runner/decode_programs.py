@@ -40,7 +40,7 @@ from .layout import (
 )
 from .prefill_chunk import INVALID_PAGE
 from .serving_form import Weights
-from .shapes import KVPrograms, serves_two_caches
+from .shapes import KVPrograms
 from .taps import decode_before
 
 
@@ -123,7 +123,7 @@ def decode_logits(
         )
     if kv == "boundary":
         x = run_upper_layers(config, weights, x, tables, cache, read, attention)
-    elif serves_two_caches(config, kv):
+    elif config.key_value_group_size > 1:
         position = length - batch.own_start  # among the tokens that keep their own
         own_lengths = jnp.where(active, jnp.maximum(position + 1, 0), 0)
         own = []

@@ -35,11 +35,11 @@ from ...model.params import (
     require_upper_kv,
     swiftkv_shapes,
 )
-from ...model.quantization import Quantized, Scheme, quantized_shapes, scheme_of
+from ...model.quantization import Quantized, Scheme, as_matrix, quantized_shapes, scheme_of
 from ...model.sharding import llama_shardings, swiftkv_shardings
+from ...model.stacks import unstack
 from .kv_heads import copy_kv_heads, with_kv_head_copies
 from .mix import fold_mix, order_heads
-from .shapes import kv_programs, serves_two_caches
 
 
 @struct.dataclass
@@ -84,35 +84,30 @@ def served_config(
         return with_kv_head_copies(config.cut(config.num_layers), mesh)
     config = choose_generated_kv(config, generated_kv, exact_tail)
     heads = None
-    two_caches = serves_two_caches(config, kv_programs(config))
-    if two_caches and config.shared_kv_heads is not None:
+    if config.has_two_caches and config.shared_kv_heads is not None:
         heads = (tuple(range(config.num_kv_heads)),) * config.num_upper_layers
     config = dataclasses.replace(config, shared_kv_heads=heads)
     return with_kv_head_copies(config, mesh)
 
 
 def serve_model(
-    model: Model,
-    swiftkv: bool,
-    mesh: Mesh | None,
-    *,
-    own_kv: bool,
-    two_caches: bool,
-    donate: bool,
+    model: Model, served: Config, swiftkv: bool, mesh: Mesh | None, *, donate: bool
 ) -> Weights:
     """The weights of a model, which is on `mesh` already, as `serving_weights` has them, in the
-    architecture of `served_config`."""
+    architecture `served` (`served_config`)."""
     llama = model.llama
     delta = model.swiftkv if swiftkv else None
     if delta is not None and model.config.shared_kv_heads is not None:
-        in_order = order_heads if two_caches else fold_mix
+        in_order = order_heads if served.has_two_caches else fold_mix
         llama, delta = in_order(model.config, llama, delta)
     if mesh is not None:
-        upper_kv = delta is None or own_kv
+        upper_kv = delta is None or served.keeps_own
         llama, delta = copy_kv_heads(
             model.config, llama, delta, mesh, upper_kv=upper_kv, donate=donate
         )
-    return serving_weights(llama, delta, own_kv=own_kv, two_caches=two_caches, donate=donate)
+    return serving_weights(
+        llama, delta, own_kv=served.keeps_own, two_caches=served.has_two_caches, donate=donate
+    )
 
 
 def serving_weights(
@@ -209,16 +204,16 @@ def _weights(
 ) -> Weights:
     lower = _blocks(leaves, llama.lower)
     upper = _blocks(leaves, llama.upper)
-    lower_qkv = _layers(leaves, llama.lower_qkv)
+    lower_qkv = unstack(llama.lower_qkv, leaves.unstack)
     whole = functools.partial(
         Weights, embed=llama.embed, final_norm=llama.final_norm, lm_head=llama.lm_head
     )
     if delta is None:
-        lower_qkv += _layers(leaves, llama.upper_qkv)
+        lower_qkv += unstack(llama.upper_qkv, leaves.unstack)
         return whole(lower=lower + upper, lower_qkv=lower_qkv)
     upper_kv: tuple[QKV, ...] = ()
     if own_kv or two_caches:
-        upper_kv = _layers(leaves, llama.upper_qkv if two_caches else _kv(llama.upper_qkv))
+        upper_kv = unstack(llama.upper_qkv if two_caches else _kv(llama.upper_qkv), leaves.unstack)
     prompt_kv, projected = _prompt_and_projected(leaves, delta)
     return whole(
         lower=lower,
@@ -228,21 +223,13 @@ def _weights(
         kv_bias=_joined(leaves, projected.k_bias, projected.v_bias),
         k_norm_swiftkv=projected.k_norm,
         upper=upper,
-        upper_q=_layers(leaves, delta_queries(delta)),
+        upper_q=unstack(delta_queries(delta), leaves.unstack),
         upper_kv=upper_kv,
-        upper_mix=_layers(leaves, delta.mix),
+        upper_mix=unstack(delta.mix, leaves.unstack),
         prompt_kv=prompt_kv,
-        prompt_mlp=_layers(leaves, delta.prompt_mlp),
+        prompt_mlp=unstack(delta.prompt_mlp, leaves.unstack),
         k_tap=delta.k_tap,
     )
-
-
-def _layers[Tree](leaves: _Leaves, stack: Tree | None) -> tuple[Tree, ...]:
-    """A stack of layers as a tuple of layers (a scan would copy each layer's weights at every
-    step); of None, none."""
-    arrays, tree = jax.tree.flatten(stack)
-    layers = zip(*map(leaves.unstack, arrays), strict=True)
-    return tuple(jax.tree.unflatten(tree, layer) for layer in layers)
 
 
 def _blocks(leaves: _Leaves, stack: Block) -> tuple[ServingBlock, ...]:
@@ -252,7 +239,7 @@ def _blocks(leaves: _Leaves, stack: Block) -> tuple[ServingBlock, ...]:
     decode step, and so it would matrices of experts with axes E out in. Gate and up joined are one
     product instead of two.
     """
-    blocks: list[Any] = list(_layers(leaves, stack))
+    blocks: list[Any] = list(unstack(stack, leaves.unstack))
     for i, block in enumerate(blocks):  # one by one: a layer's separate matrices are then freed
         blocks[i] = ServingBlock(
             attn_norm=block.attn_norm,
@@ -299,7 +286,7 @@ def _prompt_and_projected(leaves: _Leaves, delta: SwiftKV) -> tuple[tuple[QKV, .
         jax.tree.map(lambda leaf, part=part: leaves.slice(leaf, part), every)
         for part in (slice(count), slice(count, None))
     )
-    return _layers(leaves, first), rest
+    return unstack(first, leaves.unstack), rest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,7 +310,7 @@ class _Arrays:
         return leaf[part]
 
     def merge_inputs(self, leaf):
-        return leaf.reshape(leaf.shape[0], -1)
+        return as_matrix(leaf)
 
     def swap_inputs(self, leaf):
         return leaf.swapaxes(1, 2)

@@ -185,8 +185,7 @@ def choose_shapes(
             f"`chunks`={chunks} and `decode_rows`={decode_rows} must be ascending, and the last of "
             f"`decode_rows` the {slots} sequences of each device"
         )
-    kv = kv_programs(config)
-    pages_per_own_page = config.pages_per_own_page if serves_two_caches(config, kv) else 0
+    pages_per_own_page = config.pages_per_own_page if config.has_two_caches else 0
     all_pages = slots * table_pages * (1 + pages_per_own_page)
     if options.kv_cache_memory is not None:
         _check_memory(options.kv_cache_memory, weight_bytes, kept_bytes, memory_limit)
@@ -216,7 +215,7 @@ def choose_shapes(
         scoring=options.scoring,
         single_step_rows=_single_step_rows(options, slots, platform, weight_bytes),
         structured_outputs=options.structured_outputs,
-        kv=kv,
+        kv=kv_programs(config),
         pages_per_own_page=pages_per_own_page,
         tail=_tail(config, preempts=options.reserve_tokens < length),
     )
@@ -271,11 +270,6 @@ def kv_programs(config: Config) -> KVPrograms:
     # The first decode step takes the last token of a prompt, which keeps its own keys and values
     # only if it is in the tail.
     return "both" if config.generated_kv == "own" and not config.exact_tail else config.generated_kv
-
-
-def serves_two_caches(config: Config, kv: KVPrograms) -> bool:
-    """Whether upper layers attend to two caches (`Config.has_two_caches`) in programs for `kv`."""
-    return kv != "boundary" and config.key_value_group_size > 1
 
 
 def _single_step_rows(options: EngineOptions, slots: int, platform: str, weight_bytes: int) -> int:
