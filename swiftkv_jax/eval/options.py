@@ -79,5 +79,5 @@ class Sides:
 
     @property
     def compare(self) -> bool:
-        """Whether the teacher is measured too, before the student."""
+        """Return whether the teacher is measured too, before the student."""
         return self.swiftkv == "both"

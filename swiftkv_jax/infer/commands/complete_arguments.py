@@ -82,7 +82,7 @@ class CompleteOptions:
 
     @property
     def is_demo(self) -> bool:
-        """Whether there is no source."""
+        """Return whether there is no source."""
         return not self._sources
 
     def check(self, model: str | os.PathLike[str] | None) -> None:

@@ -28,7 +28,7 @@ class Matcher(Protocol):
 
     @property
     def is_ended(self) -> bool:
-        """Whether no further token is possible."""
+        """Return whether no further token is possible."""
         ...
 
     @property

@@ -270,7 +270,7 @@ class SamplingParams:
 
 
 def _is(kind: type, value: Any) -> bool:
-    """Whether this is a number of Python's or NumPy's, and no bool."""
+    """Return whether this is a number of Python's or NumPy's, and no bool."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 

@@ -76,7 +76,7 @@ class ReasoningGrammar:
 
     @property
     def is_ended(self) -> bool:
-        """Whether no further token is possible, as in `Matcher.is_ended`."""
+        """Return whether no further token is possible, as in `Matcher.is_ended`."""
         return not self._inside and self.begin_token is None and self.grammar.is_ended
 
     @property

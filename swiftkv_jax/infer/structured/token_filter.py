@@ -65,7 +65,7 @@ class TokenFilter:
 
     @property
     def is_ended(self) -> bool:
-        """Whether no further token is possible, as in `Matcher.is_ended`."""
+        """Return whether no further token is possible, as in `Matcher.is_ended`."""
         return self.grammar is not None and self.grammar.is_ended
 
     @property
