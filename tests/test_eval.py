@@ -15,11 +15,11 @@ from swiftkv_jax import cli
 from swiftkv_jax.errors import DataError, UsageError
 from swiftkv_jax.eval.__main__ import main
 from swiftkv_jax.eval.command import task_sets
-from swiftkv_jax.eval.comparison import Score, difference, scores, table
+from swiftkv_jax.eval.comparison import scores, table
 from swiftkv_jax.eval.generation import generation
 from swiftkv_jax.eval.options import EvalOptions
 from swiftkv_jax.eval.tasks import PAPER, RENAMED
-from swiftkv_jax.eval.text_model import TextModel, windows
+from swiftkv_jax.eval.text_model import TextModel
 from swiftkv_jax.infer import Engine, EngineOptions, SamplingParams
 from swiftkv_jax.infer.engine import outputs
 from tests.infer import conftest
@@ -184,31 +184,6 @@ def test_continuations_that_cannot_be_scored(model, engine, pair, error, message
     assert not engine.has_work  # nothing is left behind
 
 
-def test_windows_predict_each_token_once_with_as_much_context_as_fits():
-    """The example of `lm_eval.api.model.LM.loglikelihood_rolling`, whose first token is 0 and whose
-    prefix is -1."""
-    assert list(windows(range(10), -1, 4)) == [
-        ([-1], [0, 1, 2, 3]),
-        ([3], [4, 5, 6, 7]),
-        ([5, 6, 7], [8, 9]),
-    ]
-    assert list(windows(range(4), -1, 4)) == [([-1], [0, 1, 2, 3])] and not list(windows([], -1, 4))
-
-
-def test_rolling_loglikelihoods(model, tokenizer, reference):
-    long, short = " ".join([TEXT] * 12), "print"
-    tokens = model.tok_encode(long)
-    expected = [
-        sum(
-            reference(before + after, len(before))[0]
-            for before, after in windows(tokens, 0, LONGEST - 1)
-        )
-    ]
-    expected.append(reference([0, *model.tok_encode(short)], 1)[0])
-    assert len(tokens) > 2 * LONGEST
-    assert model.loglikelihood_rolling(ask((long,), (short,))) == pytest.approx(expected, abs=1e-3)
-
-
 # Generations ------------------------------------------------------------------
 
 
@@ -242,20 +217,23 @@ def test_repeated_prompts_draw_differently_and_the_same_again(model):
     assert len(set(texts)) == 3 and model.generate_until(requests) == texts
 
 
-def test_settings_of_generations():
-    assert generation({}, {}).params == SamplingParams(max_tokens=256)
-    assert generation({"temperature": 0.5}, {}).params.temperature == 0.5
-    assert generation({"do_sample": True}, {}).params.temperature == 1
-    assert generation({"do_sample": False, "temperature": 0.5}, {}).params.temperature == 0
-    assert generation({"max_new_tokens": 7, "max_gen_toks": 8}, {}).params.max_tokens == 8
-    made = generation(
-        {"until": ["</s>", "\n\n", ""], "stop": "Q:", "top_p": 0.9, "num_beams": 1}, {"</s>": 5}
-    )
-    assert (
-        made.stops == ("\n\n", "Q:")
-        and made.params.stop_token_ids == (5,)
-        and made.params.top_p == 0.9
-    )
+@pytest.mark.parametrize(
+    ("settings", "params", "stops"),
+    [
+        ({}, {"max_tokens": 256}, []),
+        ({"temperature": 0.5}, {"temperature": 0.5, "max_tokens": 256}, []),
+        ({"do_sample": True}, {"temperature": 1.0, "max_tokens": 256}, []),
+        ({"do_sample": False, "temperature": 0.5}, {"max_tokens": 256}, []),
+        ({"max_new_tokens": 7, "max_gen_toks": 8}, {"max_tokens": 8}, []),
+        (
+            {"until": ["</s>", "\n\n", ""], "stop": "Q:", "top_p": 0.9, "num_beams": 1},
+            {"max_tokens": 256, "stop_token_ids": (5,), "top_p": 0.9},
+            ["\n\n", "Q:"],
+        ),
+    ],
+)
+def test_settings_of_generations(settings, params, stops):
+    assert generation(settings, {"</s>": 5}) == (SamplingParams(**params), stops)
 
 
 @pytest.mark.parametrize(
@@ -324,35 +302,38 @@ def report(values: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def test_differences_are_of_the_same_documents():
-    teacher, student = (
-        report({"a": [1, 1, 0, 1], "b": [0, 0]}),
-        report({"a": [1, 0, 0, 1], "b": [1, 0]}),
-    )
-    (a, _, both), (a2, _, both2) = scores(teacher), scores(student)
-    assert a == Score("a", "none", "acc", 5, 0.75, 0.25) and both.stderr is None
-    assert dataclasses.astuple(difference(teacher, student, a, a2)) == (
-        -0.25,
-        pytest.approx(0.5 / math.sqrt(4)),
-    )
+    sides = {
+        "teacher": report({"a": [1, 1, 0, 1], "b": [0, 0]}),
+        "student": report({"a": [1, 0, 0, 1], "b": [1, 0]}),
+    }
+    a, _, both = scores(sides)
+    assert (a.task, a.filter, a.metric, a.shots) == ("a", "none", "acc", 5)
+    assert a.values == ((0.75, 0.25), (0.5, 0.25)) and both.values[0][1] is None
+    assert a.difference == (-0.25, pytest.approx(0.5 / math.sqrt(4)))
     gaps = [0, -1, 0, 0, 1, 0]
-    assert dataclasses.astuple(difference(teacher, student, both, both2)) == (
-        0,
-        pytest.approx(np.std(gaps, ddof=1) / math.sqrt(6)),
-    )
-    lines = table({"teacher": teacher, "student": student}).splitlines()
-    assert (
-        lines[2] == "| a | 5 | none | acc | 0.7500 ± 0.2500 | 0.5000 ± 0.2500 | -0.2500 ± 0.2500 |"
-        and len(lines) == 5
-    )
+    assert both.difference == (0, pytest.approx(np.std(gaps, ddof=1) / math.sqrt(6)))
+    lines = table(sides).splitlines()
+    row = "| a | 5 | none | acc | 0.7500 ± 0.2500 | 0.5000 ± 0.2500 | -0.2500 ± 0.2500 |"
+    assert lines[2] == row and len(lines) == 5
+    (alone, *_), width = scores({"score": sides["teacher"]}), len(lines[0].split("|"))
+    assert alone.difference is None
+    assert len(table({"score": sides["teacher"]}).split("\n")[0].split("|")) == width - 2
 
 
 def test_a_metric_that_is_no_mean_over_documents_has_no_stderr():
     teacher, student = report({"a": [1, 1, 0]}), report({"a": [1, 0, 0]})
     teacher["results"]["a"]["acc,none"] = 0.9
-    assert difference(teacher, student, next(scores(teacher)), next(scores(student))).stderr is None
-    del student["samples"]["a"][0]
+
+    def error() -> float | None:
+        score = next(scores({"teacher": teacher, "student": student}))
+        assert score.difference is not None
+        return score.difference[1]
+
+    assert error() is None
     teacher["results"]["a"]["acc,none"] = 2 / 3
-    assert difference(teacher, student, next(scores(teacher)), next(scores(student))).stderr is None
+    assert error() is not None
+    del student["samples"]["a"][0]
+    assert error() is None
 
 
 # The command ------------------------------------------------------------------

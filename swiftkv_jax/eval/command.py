@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import gc
 import logging
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ from ..infer.engine.options import EngineOptions
 from ..process.distributed import is_main_process
 from ..process.files import check_absent, write_json
 from ..process.provenance import provenance
-from .comparison import Report, difference, scores, table
+from .comparison import Report, scores, table
 from .options import EvalOptions, Sides
-from .tasks import PAPER, Tasks, TaskSet
-from .text_model import TextModel
+from .tasks import PAPER, TaskSet, open_tasks, run_tasks
+from .text_model import harness_model
 
 logger = logging.getLogger(__name__)
 
@@ -31,19 +32,13 @@ MAX_MODEL_LEN = 4096
 """Length of the authors' runs; enough for every task of `PAPER`."""
 SIDES = {"teacher": "off", "student": "on"}
 """Sides that `--swiftkv both` measures, in this order, and the value of --swiftkv for each."""
-REPORT_FIELDS = (
-    "results",
-    "groups",
-    "group_subtasks",
-    "n-shot",
-    "n-samples",
-    "versions",
-    "higher_is_better",
-)
+REPORT_FIELDS = "results groups group_subtasks n-shot n-samples versions higher_is_better".split()
 """Fields of the harness's report that the output file has."""
+SETTINGS = "dtype quantization kv_cache_dtype max_model_len generated_kv exact_tail".split()
+"""Flags that the output file records."""
 
 
-def task_sets(options: EvalOptions) -> tuple[TaskSet, ...]:
+def task_sets(options: EvalOptions) -> Sequence[TaskSet]:
     """Tasks that the options name. Raises `UsageError`."""
     own = ("tasks", "num_fewshot", "apply_chat_template", "fewshot_as_multiturn", "gen_kwargs")
     if options.paper:
@@ -62,15 +57,7 @@ def task_sets(options: EvalOptions) -> tuple[TaskSet, ...]:
         raise UsageError(
             "`fewshot_as_multiturn` needs `apply_chat_template`: only conversations have turns"
         )
-    return (
-        TaskSet(
-            options.tasks,
-            options.num_fewshot,
-            options.apply_chat_template,
-            options.fewshot_as_multiturn,
-            options.gen_kwargs,
-        ),
-    )
+    return [TaskSet(*(getattr(options, name) for name in own))]
 
 
 def main(args: argparse.Namespace) -> int:
@@ -82,36 +69,35 @@ def main(args: argparse.Namespace) -> int:
     model_options = dataclasses.replace(ModelOptions.from_args(args), swiftkv=swiftkv)
     EngineOptions(**engine_fields)  # mistakes end the run before tasks and weights are read
     check_absent("`output`", options.output)
-    tasks = Tasks(sets, include_path=options.include_path, limit=options.limit)
-    reports = _measure(sides, tasks, model_options, engine_fields)
+    manager = open_tasks(sets, options.include_path)
+    reports = dict[str, Report]()
+    for name, engine, tokenizer in _engines(sides, model_options, engine_fields):
+        model = harness_model(engine, tokenizer, progress=is_main_process())
+        reports[name] = run_tasks(sets, manager, model, options.limit)
+        logger.info(
+            f"prompts: {engine.stats.prompt_tokens} tokens, "
+            f"{engine.prefix_stats.hits / max(engine.prefix_stats.queries, 1):.0%} of them found "
+            f"in the prefix cache; generated: {engine.stats.new_tokens} tokens"
+        )
+        del model, engine
     if is_main_process():
         print(table(reports))
         if options.output:
-            settings = {"swiftkv": sides.swiftkv, "limit": options.limit} | {
-                name: getattr(args, name)
-                for name in (
-                    "dtype",
-                    "quantization",
-                    "kv_cache_dtype",
-                    "max_model_len",
-                    "generated_kv",
-                    "exact_tail",
-                )
-            }
+            settings = {"swiftkv": sides.swiftkv, "limit": options.limit}
+            settings |= {name: getattr(args, name) for name in SETTINGS}
             write_json(options.output, document(model_options.path, settings, reports))
     return cli.OK
 
 
-def _measure(
-    sides: Sides, tasks: Tasks, model_options: ModelOptions, engine_fields: dict[str, Any]
-) -> dict[str, Report]:
-    """A report for each side, one after the other."""
+def _engines(
+    sides: Sides, model_options: ModelOptions, engine_fields: dict[str, Any]
+) -> Iterator[tuple[str, Engine, Any]]:
+    """Yield the name, the engine and the tokenizer of each side, one after the other."""
     measured = SIDES if sides.compare else {"score": model_options.swiftkv}
-    reports: dict[str, Report] = {}
     mesh = None
-    for name, swiftkv in measured.items():
+    for number, (name, swiftkv) in enumerate(measured.items()):
         side = dataclasses.replace(model_options, swiftkv=swiftkv)
-        if reports:
+        if number:
             model = read_model(side, mesh)
         else:
             model, mesh = load_model(side)
@@ -121,27 +107,12 @@ def _measure(
         tokenizer = model.tokenizer
         longest = min(MAX_MODEL_LEN, model.config.max_position_embeddings)
         defaults: dict[str, Any] = {"scoring": True, "max_model_len": longest}
-        engine = start_engine(model, mesh, EngineOptions(**defaults | engine_fields), side)
+        options = EngineOptions(**defaults | engine_fields)
+        engine = start_engine(model, mesh, options, side)
         del model  # the engine has its own copy of the layers: memory for one, not two
-        reports[name] = measure(tasks, engine, tokenizer)
+        yield name, engine, tokenizer
         del engine
         gc.collect()  # the next engine needs its memory
-    return reports
-
-
-def measure(tasks: Tasks, engine: Engine, tokenizer: Any) -> Report:
-    """The harness's report of all tasks, by one engine."""
-    model = TextModel(engine, tokenizer, progress=is_main_process())
-    tasks.check(model)
-    report = tasks.run(model)
-    prefix = engine.prefix_stats
-    stats = engine.stats
-    logger.info(
-        f"prompts: {stats.prompt_tokens} tokens, {prefix.hits / max(prefix.queries, 1):.0%} of "
-        f"them found in the prefix cache; "
-        f"generated: {stats.new_tokens} tokens"
-    )
-    return report
 
 
 def document(model: Path, settings: dict[str, Any], reports: dict[str, Report]) -> dict[str, Any]:
@@ -154,15 +125,9 @@ def document(model: Path, settings: dict[str, Any], reports: dict[str, Report]) 
         for name, report in reports.items()
     }
     if len(reports) == 2:
-        teacher, student = reports.values()
-        pairs = zip(scores(teacher), scores(student), strict=True)
         facts["differences"] = [
-            {
-                "task": before.task,
-                "filter": before.filter,
-                "metric": before.metric,
-                **vars(difference(teacher, student, before, after)),
-            }
-            for before, after in pairs
+            {"task": one.task, "filter": one.filter, "metric": one.metric}
+            | dict(zip(("value", "stderr"), one.difference or (), strict=True))
+            for one in scores(reports)
         ]
     return facts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,17 +17,11 @@ _ONE_PLAIN_TEXT = {"n": 1, "logprobs": None}
 """Settings with only one accepted value, since a generation is one text."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Generation:
-    """How to continue a prompt, and where its text ends."""
-
-    params: SamplingParams
-    stops: tuple[str, ...]
-    """The text ends before the first of these."""
-
-
-def generation(gen_kwargs: Mapping[str, Any], special_tokens: Mapping[str, int]) -> Generation:
-    """Read a task's `gen_kwargs`, with the defaults of the harness.
+def generation(
+    gen_kwargs: Mapping[str, Any], special_tokens: Mapping[str, int]
+) -> tuple[SamplingParams, list[str]]:
+    """Sampling parameters and stop strings of a task's `gen_kwargs`, with the defaults of the
+    harness.
 
     `do_sample` False is greedy whatever `temperature` says; left out, a temperature above 0
     samples; True without a temperature samples at 1. A stop string that is one of `special_tokens`
@@ -48,7 +41,7 @@ def generation(gen_kwargs: Mapping[str, Any], special_tokens: Mapping[str, int])
     fields["temperature"] = _temperature(fields.pop("do_sample", None), fields.get("temperature"))
     fields["stop_token_ids"] = [*(fields.get("stop_token_ids") or ()), *dict.fromkeys(tokens)]
     params = SamplingParams.from_json(fields, SamplingParams())
-    return Generation(params, tuple(stop for stop in stops if stop not in special_tokens))
+    return params, [stop for stop in stops if stop not in special_tokens]
 
 
 def _strings(name: str, value: Any) -> list[str]:

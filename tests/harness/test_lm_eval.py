@@ -9,8 +9,8 @@ import pytest
 
 from swiftkv_jax import cli
 from swiftkv_jax.eval.__main__ import main
-from swiftkv_jax.eval.tasks import harness_model
-from swiftkv_jax.eval.text_model import windows
+from swiftkv_jax.eval.text_model import harness_model
+from swiftkv_jax.infer.text import encode_pair
 from tests import test_eval
 from tests.infer import conftest
 from tests.test_eval import ask, ids
@@ -19,19 +19,25 @@ checkpoint, greedy = conftest.checkpoint, conftest.greedy
 engine, model, reference = test_eval.engine, test_eval.model, test_eval.reference
 
 
-def test_windows_are_those_of_the_harness():
-    utils = importlib.import_module("lm_eval.utils")
-    for length in (1, 4, 5, 9, 10, 40):
-        pieces = utils.get_rolling_token_windows(list(range(length)), -1, 4, 1)
-        assert list(windows(range(length), -1, 4)) == [
-            utils.make_disjoint_window(piece) for piece in pieces
-        ]
+def test_rolling_loglikelihoods_are_sums_over_windows(model, reference):
+    long, short = " ".join([test_eval.TEXT] * 12), "print"
+    tokens = model.tok_encode(long)
+    most = test_eval.LONGEST - 1
+    starts = range(0, len(tokens), most)
+    assert len(starts) > 2
+    expected = reference([0, *tokens[:most]], 1)[0]
+    for start in starts[1:]:
+        end = min(start + most, len(tokens))
+        expected += reference(tokens[end - most - 1 : end], most + 1 - (end - start))[0]
+    found = model.loglikelihood_rolling(ask((long,), (short,)))
+    wanted = [expected, reference([0, *model.tok_encode(short)], 1)[0]]
+    assert found == pytest.approx(wanted, abs=1e-3)
 
 
 def test_tokens_are_those_of_the_harness(model, monkeypatch):
     base = importlib.import_module("lm_eval.api.model").TemplateLM
     seen = []
-    lm = harness_model(model)
+    lm = harness_model(model.engine, model.tokenizer)
     monkeypatch.setattr(
         type(lm), "_loglikelihood_tokens", lambda self, requests, **_: seen.extend(requests) or []
     )
@@ -44,9 +50,8 @@ def test_tokens_are_those_of_the_harness(model, monkeypatch):
         ("for ", " word"),
     ]
     base.loglikelihood(lm, ask(*pairs), disable_tqdm=True)
-    assert [(before, after) for _, before, after in seen] == [
-        model._pair(0, *pair) for pair in pairs
-    ]
+    ours = [encode_pair(model.tokenizer, *pair) for pair in pairs]
+    assert [(before, after) for _, before, after in seen] == ours
 
 
 COMMON = (
