@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,9 @@ from ...cli.model_loading import load_model, open_model
 from ...cli.model_options import ModelOptions
 from ...errors import DataError, UsageError
 from ...model.model import AuxiliaryFiles
-from ...process.files import write_json
-from ...process.jsonl import parse_object
 from ..engine.engine import Engine
 from ..engine.options import EngineOptions
-from ..engine.requests import Request, RequestOutput
+from ..engine.requests import Request
 from ..engine.sampling_params import SamplingParams
 from ..text import TextStream, encode_chat
 from .chat_arguments import LINES, MAX_TOKENS, ChatOptions
@@ -99,69 +97,55 @@ class Chat:
         self._engine = engine
         self._tokenizer = tokenizer
         self._params = params
-        self._system = [{"role": "system", "content": system}] if system else []
-        self.messages: list[Message] = list(self._system)
-        self._last: tuple[RequestOutput, int, int] | None = None
-        """Last output of the last reply, number of its tokens, and number of tokens of its
-        prompt."""
-        self._commands: dict[str, Callable[[str], None]] = {
-            "/help": lambda _: logger.info(LINES),
-            "/load": self._load,
-            "/reset": self._reset,
-            "/save": self._save,
-            "/save!": lambda path: self._save(path, replace=True),
-            "/stats": self._stats,
-            "/system": self._set_system,
-            "/undo": self._undo,
-        }
+        self._system = system
+        self._turns: list[Message] = []
 
     def loop(self) -> None:
         """Read lines until /exit or the end of standard input."""
         while (line := _read_line()) not in (None, "/exit"):
             try:
                 self._handle(line)
-            except (UsageError, DataError, OSError) as error:
+            except (UsageError, DataError) as error:
                 logger.error("%s", error)
 
     def _handle(self, line: str) -> None:
         command, _, rest = line.partition(" ")
-        if line.startswith("//"):
-            self._turn(line[1:])
-        elif command in self._commands:
-            self._commands[command](rest.strip())
-        elif line.startswith("/"):
+        if command == "/help":
+            logger.info(LINES)
+        elif command == "/reset":
+            self._turns = []
+        elif command == "/system":
+            self._system = rest.strip()
+        elif line.startswith("/") and not line.startswith("//"):
             raise UsageError(
-                f"{command}: no such command; known are /exit, {', '.join(self._commands)}; "
-                f"/{line} sends the line"
+                f"{command}: no such command; known are /exit, /help, /reset, /system; /{line} "
+                f"sends the line"
             )
         elif line:
-            self._turn(line)
+            self._answer(line.removeprefix("/"))
 
-    # Turns --------------------------------------------------------------------
-
-    def _turn(self, line: str) -> None:
+    def _answer(self, line: str) -> None:
         """Add the user's line and the reply, which is printed as it comes. Raises `UsageError` if
         the line does not fit, and leaves the conversation as it was."""
-        messages = [*self.messages, {"role": "user", "content": line}]
-        prompt = encode_chat(self._tokenizer, messages)
+        turns = [*self._turns, {"role": "user", "content": line}]
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        prompt = encode_chat(self._tokenizer, [*system, *turns])
         room = self._engine.max_model_len - len(prompt)
         limit = self._engine.max_model_len
         if room < 1:
             raise UsageError(
                 f"the conversation would have {len(prompt)} tokens, and needs at least one more "
                 f"for a reply, above the limit of {limit}: "
-                "/undo, /reset, or a higher `max_model_len`"
+                "/reset, or a higher `max_model_len`"
             )
         tokens = min(self._params.max_tokens, room)
         params = dataclasses.replace(
             self._params, max_tokens=tokens, min_tokens=min(self._params.min_tokens, tokens)
         )
         reply, end = self._reply(Request(prompt, params))
-        self.messages = [*messages, {"role": "assistant", "content": reply}]
+        self._turns = [*turns, {"role": "assistant", "content": reply}]
         if end == "length" and tokens == room:
-            logger.info(
-                f"(the conversation has reached the limit of {limit} tokens: /undo or /reset)"
-            )
+            logger.info(f"(the conversation has reached the limit of {limit} tokens: /reset)")
 
     def _reply(self, request: Request) -> tuple[str, str | None]:
         """Text of the reply, and its finish reason, None if Ctrl-C ended it. Raises `DataError` if
@@ -178,7 +162,6 @@ class Chat:
                         reply += _print(stream.push(output.token_ids))
                         end = "stop" if stream.stopped else output.finish_reason
                         error = output.error
-                        self._last = output, len(stream.token_ids), len(request.prompt)
         self._engine.abort_request(request_id)
         reply += _print(stream.finish())
         _print("\n")
@@ -187,74 +170,6 @@ class Chat:
         if end == "error":
             raise DataError(error)
         return reply, end
-
-    # Commands -----------------------------------------------------------------
-
-    def _reset(self, _: str) -> None:
-        self.messages = list(self._system)
-
-    def _undo(self, _: str) -> None:
-        if len(self.messages) < 2 or self.messages[-1]["role"] != "assistant":
-            raise UsageError("/undo: there is nothing to forget")
-        del self.messages[-2:]
-
-    def _set_system(self, text: str) -> None:
-        begun = (
-            self.messages[1:]
-            if self.messages and self.messages[0]["role"] == "system"
-            else self.messages
-        )
-        self._system = [{"role": "system", "content": text}] if text else []
-        self.messages = [*self._system, *begun]
-
-    def _stats(self, _: str) -> None:
-        if self._last is None:
-            raise UsageError("/stats: nothing has been said yet")
-        output, tokens, prompt = self._last
-        timing = output.timing
-        assert timing.first_token is not None and timing.last_token is not None
-        seconds = timing.last_token - timing.first_token
-        rate = f", {(tokens - 1) / seconds:.1f} tokens/s" if tokens > 1 and seconds > 0 else ""
-        logger.info(
-            f"prompt: {prompt} tokens, {output.num_cached_tokens} cached; first token after "
-            f"{timing.first_token - timing.submitted:.3f} s; "
-            f"reply: {tokens} tokens{rate}"
-        )
-
-    def _save(self, name: str, *, replace: bool = False) -> None:
-        path = _path("/save", name)
-        if path.exists() and not replace:
-            raise UsageError(f"/save {path}: exists already; /save! {path} replaces it")
-        write_json(path, {"messages": self.messages})
-        logger.info(f"saved {len(self.messages)} messages in {path}")
-
-    def _load(self, name: str) -> None:
-        path = _path("/load", name)
-        try:
-            messages = parse_object(path.read_bytes()).get("messages")
-        except DataError as error:
-            raise DataError(f"/load {path}: {error}") from None
-        if not isinstance(messages, list) or not all(map(_is_message, messages)):
-            raise DataError(
-                f'/load {path}: expected {{"messages": [{{"role": ..., "content": ...}}, ...]}}'
-            )
-        encode_chat(self._tokenizer, messages)  # raises if the template refuses them
-        self.messages = messages
-        logger.info(f"loaded {len(messages)} messages from {path}")
-
-
-def _is_message(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and value.keys() == {"role", "content"}
-        and all(isinstance(text, str) for text in value.values())
-    )
-
-
-def _path(command: str, name: str) -> Path:
-    if not name:
-        raise UsageError(f"{command} needs the name of a file")
-    return Path(name).expanduser()
 
 
 def _read_line() -> str | None:

@@ -5,10 +5,10 @@ a reply and keeps what there is of it; at the prompt it ends the session. Withou
 model answers, which continues Python, by the packaged template `plain`. Lines that begin with / are
 commands; //text sends /text:
 
-    /reset        forget the conversation          /stats        of the last reply
-    /undo         forget the last line and reply   /save FILE    the conversation as JSON
-    /system TEXT  set the first message            /save! FILE   the same, replacing a file
-    /exit         end the session                  /load FILE    go on with one that was saved
+    /reset        forget the conversation
+    /system TEXT  set the first message
+    /help         list these lines
+    /exit         end the session
 """
 
 from __future__ import annotations
