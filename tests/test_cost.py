@@ -19,7 +19,7 @@ from swiftkv_jax.infer.runner.lowering import (
     lower_program,
 )
 from swiftkv_jax.infer.runner.serving_form import num_bytes, weight_shapes
-from swiftkv_jax.infer.runner.shapes import Shapes, kv_programs
+from swiftkv_jax.infer.runner.shapes import Shapes, has_own_start
 from swiftkv_jax.model.attention import Attention
 from swiftkv_jax.model.batch import unpacked_batch
 from swiftkv_jax.model.config import Config, LayerKind
@@ -256,7 +256,7 @@ def shapes_of(config: Config) -> Shapes:
         spare_tiles=(4,),
         contexts=(None,),
         scoring=False,
-        kv=kv_programs(config),
+        has_own_start=has_own_start(config),
     )
 
 

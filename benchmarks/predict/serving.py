@@ -74,7 +74,6 @@ class PredictedRunner:
         )
         if self.cache_dtype != DTYPE:  # Hopper's kernel widens the pool that it is given
             self.shapes = with_contexts(self.shapes)
-        self.limits = self.shapes.limits
         self.variant = variant_of(name, config, self.weights, self.cache_dtype, self.shapes)
         self.model = StepModel(device, self.variant, self.cache_dtype, options.page_size)
         self.clock = Clock()

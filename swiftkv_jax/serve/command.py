@@ -146,7 +146,7 @@ def model_facts(model: Model, mesh: Mesh | None, swiftkv: bool) -> dict[str, str
 def warm(engine: Engine) -> float:
     """Run a chunk and a decode call, twice: the first time is slower. Nothing of it is counted.
     Returns the tokens/s of the second, a lower bound of prefill's."""
-    length = min(engine.model_runner.limits.chunk_tokens, engine.max_model_len - 1)
+    length = min(engine.model_runner.shapes.chunks[-1], engine.max_model_len - 1)
     seconds = 1.0
     for salt in ("first", "second"):
         params = SamplingParams(max_tokens=1, ignore_eos=True)

@@ -78,7 +78,7 @@ class ScriptedModelRunner(MockModelRunner):
     """Writes `answer_to` its prompt, as far as a grammar lets it."""
 
     def __init__(self, shapes: Shapes, tokenizer: Any):
-        super().__init__(shapes, shapes.limits)
+        super().__init__(shapes)
         self._tokenizer, self._end = tokenizer, tokenizer.eos_token_id
         self._answers: dict[int, list[int]] = {}
         """Slot -> tokens that are still to be written."""

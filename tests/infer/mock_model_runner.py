@@ -8,7 +8,6 @@ from collections.abc import MutableSequence, Sequence
 
 import numpy as np
 
-from swiftkv_jax.infer.engine.chunk_builder import Limits
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.request_state import Chunk, RequestState, SequenceState
@@ -64,8 +63,8 @@ class MockModelRunner:
     """`ModelRunnerBase` in plain Python. A read of a page that holds other tokens than those of its
     request is an `AssertionError`."""
 
-    def __init__(self, shapes: Shapes, limits: Limits, window: int | None = None):
-        self.shapes, self.limits, self.window = shapes, limits, window
+    def __init__(self, shapes: Shapes, window: int | None = None):
+        self.shapes, self.window = shapes, window
         self.pages = np.full((shapes.dp_size, shapes.num_pages, shapes.page_size), -1)
         self.rows: dict[int, Row] = {}
         self.calls: MutableSequence[str] = []
@@ -95,10 +94,10 @@ class MockModelRunner:
         size = self.shapes.page_size
         scheduled_tokens = [scheduled for _, scheduled in chunk.scheduled_tokens()]
         if scheduled_tokens:
-            needs, limits = chunk_needs(chunk.shards, size), self.limits
-            assert needs.tokens <= limits.chunk_tokens and needs.tiles <= limits.max_tiles
-            assert needs.upper_tokens <= limits.upper_tokens
-            assert limits.context_pages is None or needs.context_pages <= limits.context_pages
+            needs, longest = chunk_needs(chunk.shards, size), self.shapes.chunks[-1]
+            assert needs.tokens <= longest and needs.tiles <= self.shapes.tiles(longest)[-1]
+            context = self.shapes.contexts[-1]
+            assert context is None or needs.context_pages <= context
             self.calls.append(f"prefill {needs.tokens}")
         written: set[tuple[int, int]] = set()
         for scheduled in scheduled_tokens:
@@ -212,7 +211,6 @@ def mock_engine(
     tiles: int | None = None,
     steps: int = 3,
     context: int | None = None,
-    scored: int = 8,
     max_model_len: int = 64,
     max_skips: int = MAX_SKIPS,
     single_step_rows: int = 0,
@@ -221,7 +219,8 @@ def mock_engine(
     **options,
 ) -> tuple[Engine, MockModelRunner]:
     """With `exact_tail` the model keeps own keys and values."""
-    tiles = tiles or chunk // page_size + 3
+    least = -(-chunk // page_size)
+    tiles = tiles or least + 3
     shapes = Shapes(
         dp_size=dp_size,
         page_size=page_size,
@@ -232,12 +231,12 @@ def mock_engine(
         decode_steps=steps,
         greedy_programs=False,
         chunks=(chunk,),
-        spare_tiles=(3,),
+        spare_tiles=(tiles - least,),
         contexts=(context,),
         scoring=True,
         single_step_rows=single_step_rows,
     )
-    runner = MockModelRunner(shapes, Limits(slots, chunk, tiles, context, scored), window)
+    runner = MockModelRunner(shapes, window)
     config = dataclasses.replace(
         CONFIG,
         layer_kinds=(LayerKind(window=window),),

@@ -33,7 +33,7 @@ from ...plan.cost import (
 )
 from ...plan.roofline import Roofline
 from ..runner.serving_form import Weights, num_bytes, served_config
-from ..runner.shapes import Shapes
+from ..runner.shapes import Shapes, kv_programs
 from .cells import STUDENT, Cell, Mode
 from .timing import Raw
 
@@ -100,17 +100,18 @@ def variant_of(
             weights.lower_qkv[-1].q
         )
     unread = 0 if weights.lm_head is None else num_bytes(weights.embed)
-    if shapes.kv == "own":
+    swiftkv = name == STUDENT
+    served = served_config(config, swiftkv)
+    kv = kv_programs(served)
+    if kv == "own":
         unread += num_bytes(boundary)
-    elif shapes.kv == "boundary":
+    elif kv == "boundary":
         unread += num_bytes(weights.upper_kv)  # of an exact head, which is a prompt's
     tail = num_bytes((weights.upper, weights.upper_q, weights.upper_kv, weights.upper_mix))
     tail -= num_bytes(attention)
     blocks = (*weights.lower, *weights.upper)
     experts = [(block.expert_gate, block.expert_up, block.expert_down) for block in blocks]
     dp_size = shapes.dp_size
-    swiftkv = name == STUDENT
-    served = served_config(config, swiftkv)
     position = bytes_per_token(config, cache_dtype, swiftkv=False) // config.num_layers
     return Variant(
         name=name,

@@ -2,46 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
+from typing import TYPE_CHECKING
 
 from .page_pool import RELEASED
 from .request_state import RequestState, ScheduledTokens
 
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """Limits of the compiled shapes, for each data-parallel shard."""
-
-    max_num_seqs: int
-    """Slots."""
-    chunk_tokens: int
-    """Tokens of the longest chunk."""
-    max_tiles: int
-    """Query tiles of a chunk (see `prefill_chunk`)."""
-    context_pages: int | None = None
-    """Pages that one chunk can read; None for all of them."""
-    upper_tokens: int = 0
-    """Tokens of a chunk that can run through all layers."""
+if TYPE_CHECKING:
+    from ..runner.shapes import Shapes
 
 
 class ChunkBuilder:
     """One data-parallel shard's part of a chunk while it is planned."""
 
-    def __init__(self, limits: Limits, page_size: int):
-        self._page_size = page_size
-        self._context_pages = limits.context_pages
-        self._tokens = limits.chunk_tokens
-        self._tiles = limits.max_tiles
-        self._upper = limits.upper_tokens
+    def __init__(self, shapes: Shapes):
+        self._page_size = shapes.page_size
+        self._context_pages = shapes.contexts[-1]
+        self._tokens = shapes.chunks[-1]
+        self._tiles = shapes.tiles(self._tokens)[-1]
         self._context: set[int] = set()
         self.scheduled: list[ScheduledTokens] = []
 
     def has_room(self) -> bool:
         return self._tokens > 0 and self._tiles > 0
-
-    def has_room_for(self, state: RequestState) -> bool:
-        """Whether any token of a request whose prefill has not begun may fit."""
-        return self.has_room() and (not state.upper or self._upper > 0)
 
     def add(self, state: RequestState) -> int:
         """Plan the next tokens of a request, as many as fit. Returns the position up to which it is
@@ -50,8 +32,6 @@ class ChunkBuilder:
         stop = min(
             state.prefill_stop, start + self._tokens, self._last_of_tiles(start, self._tiles)
         )
-        if state.upper:
-            stop = min(stop, max(start, state.upper.start) + self._upper)
         if state.own_pages:  # in tiles of their own
             own = max(start - state.own_start, 0)
             stop = min(stop, state.own_start + self._last_of_tiles(own, self._tiles))
@@ -61,7 +41,6 @@ class ChunkBuilder:
         self.scheduled.append(scheduled)
         self._tokens -= scheduled.num_tokens
         self._tiles -= scheduled.num_tiles(self._page_size)
-        self._upper -= len(scheduled.upper)
         state.num_computed_tokens = stop
         return stop
 

@@ -81,7 +81,7 @@ class Engine[R: ModelRunnerBase]:
         ]
         self._scheduler = Scheduler(
             self._pools,
-            model_runner.limits,
+            shapes,
             reserve_tokens=max(options.reserve_tokens, shapes.decode_steps),
             max_skips=max_skips,
         )

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ..runner.shapes import Shapes
-    from .chunk_builder import Limits
     from .request_state import Chunk, SequenceState
 
 
@@ -19,7 +18,6 @@ class ModelRunnerBase(Protocol):
     """Interface that the engine needs of a model runner. A test double needs no model."""
 
     shapes: Shapes
-    limits: Limits
 
     def prepare(self) -> None:
         """Compile everything, allocate the memory, and start counting compilations: after this

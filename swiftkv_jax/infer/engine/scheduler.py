@@ -21,11 +21,15 @@ import collections
 import itertools
 import time
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from ...model.config import NO_OWN
-from .chunk_builder import ChunkBuilder, Limits
+from .chunk_builder import ChunkBuilder
 from .page_pool import PageNeeds, PagePool, all_pages
 from .request_state import Chunk, RequestState, SequenceState
+
+if TYPE_CHECKING:
+    from ..runner.shapes import Shapes
 
 MAX_SKIPS = 32
 """Most later requests that are admitted before one for which there is no room yet; also how far
@@ -38,22 +42,24 @@ class Scheduler:
     def __init__(
         self,
         pools: Sequence[PagePool],
-        limits: Limits,
+        shapes: Shapes,
         *,
         reserve_tokens: int,
         max_skips: int = MAX_SKIPS,
     ):
         """`reserve_tokens` as in `EngineOptions`, at least the tokens of one decode call: a
         sequence decodes in the step in which its prefill ends."""
-        self.pools, self.limits, self.max_skips = list(pools), limits, max_skips
+        self.pools = list(pools)
+        self.shapes = shapes
+        self.max_skips = max_skips
         self.reserve_tokens = reserve_tokens
-        self.page_size = pools[0].page_size
+        self.page_size = shapes.page_size
         self.waiting = collections.OrderedDict[RequestState, None]()
         """Requests that are not admitted yet, in the order of their arrival."""
         self.prefilling: list[RequestState] = []
         """Admitted requests whose prefill is not completely planned."""
         self.running: dict[int, SequenceState] = {}
-        """Slot -> the sequence that decodes in it. Slots of shard i begin at i * max_num_seqs."""
+        """Slot -> the sequence that decodes in it. Slots of shard i begin at i * `Shapes.slots`."""
         self.ending: dict[SequenceState, None] = {}
         """Sequences whose last tokens are in flight: what uses their slots next is sent later."""
         self.pending_removals: list[int] = []
@@ -62,7 +68,7 @@ class Scheduler:
         self.num_times_skipped = 0
         self._without_pages: set[SequenceState] = set()
         """Sequences that wait for pages in this step."""
-        slots = limits.max_num_seqs
+        slots = shapes.slots
         self._free_slots = [
             list(range((dp_rank + 1) * slots - 1, dp_rank * slots - 1, -1))
             for dp_rank in range(len(pools))
@@ -93,7 +99,7 @@ class Scheduler:
         A request's pages can be shared as soon as they are planned: in each layer a chunk writes
         all of its keys and values before it reads any.
         """
-        builders = [ChunkBuilder(self.limits, self.page_size) for _ in self.pools]
+        builders = [ChunkBuilder(self.shapes) for _ in self.pools]
         chunk = Chunk([builder.scheduled for builder in builders], [], [[] for _ in builders])
         for state in list(self.prefilling):
             self._extend(state, builders[state.dp_rank], chunk)
@@ -175,7 +181,7 @@ class Scheduler:
         candidates = [
             dp_rank
             for dp_rank, slots in enumerate(self._free_slots)
-            if state.num_samples <= len(slots) and builders[dp_rank].has_room_for(state)
+            if state.num_samples <= len(slots) and builders[dp_rank].has_room()
         ]
         # Some tokens must run through all layers: at most the pages before them are reused.
         usable = state.upper.start if state.upper else state.prefill_target
@@ -240,8 +246,7 @@ class Scheduler:
     @property
     def most_running(self) -> int:
         """Largest number of sequences that decode on one shard."""
-        slots = self.limits.max_num_seqs
-        counts = collections.Counter(slot // slots for slot in self.running)
+        counts = collections.Counter(slot // self.shapes.slots for slot in self.running)
         return max(counts.values(), default=0)
 
     def grow(self, steps: int) -> list[SequenceState]:

@@ -40,7 +40,7 @@ from .layout import (
 )
 from .prefill_chunk import INVALID_PAGE
 from .serving_form import Weights
-from .shapes import KVPrograms
+from .shapes import kv_programs
 from .taps import decode_before
 
 
@@ -51,14 +51,14 @@ def decode_logits(
     cache: KVCache,
     *,
     attention: Attention = DEFAULT,
-    kv: KVPrograms = "boundary",
 ) -> tuple[Float[Array, "B V"], KVCache]:
     """One token of each sequence through all layers: float32 logits of the next one, and the cache
     with the token's keys and values.
 
-    Sequences that have ended write nothing. With `kv` both, tokens from `batch.own_start` on keep
-    their own upper keys and values; with own, all of them.
+    Sequences that have ended write nothing. Where `kv_programs` is both, tokens from
+    `batch.own_start` on keep their own upper keys and values; where it is own, all of them.
     """
+    kv = kv_programs(config)
     sharding = pool_sharding(config, attention)
     page_size = cache.k[0].values.shape[2]
     active = batch.remaining > 0
@@ -146,7 +146,7 @@ def decode_logits(
 
 @functools.partial(
     jax.jit,
-    static_argnames=("config", "steps", "attention", "greedy", "kv"),
+    static_argnames=("config", "steps", "attention", "greedy"),
     donate_argnames="state",
 )
 def decode(
@@ -158,7 +158,6 @@ def decode(
     steps: int,
     attention: Attention = DEFAULT,
     greedy: bool = False,
-    kv: KVPrograms = "boundary",
     masks: UInt32[Array, "B _"] | None = None,
 ) -> tuple[DecodeState, SamplerOutput]:
     """Emit up to `steps` (M) tokens for each sequence in `slots`: `SamplerOutput` of B M, token -1
@@ -166,14 +165,14 @@ def decode(
 
     An end token is emitted and ends its sequence. A slot past the last is empty. `greedy` is for
     sequences that all ask for the likeliest token and nothing else (`is_plain_greedy`): without the
-    branches of the sampler, at which the host waits for a GPU, and without counts of tokens. `kv`
-    as in `decode_logits`. `masks` have the tokens that each sequence may emit, as
-    `Matcher.fill_masks` writes them; None is all.
+    branches of the sampler, at which the host waits for a GPU, and without counts of tokens.
+    `masks` have the tokens that each sequence may emit, as `Matcher.fill_masks` writes them; None
+    is all.
     """
 
     def step(carry, _):
         cache, batch, token_counts = carry
-        logits, cache = decode_logits(config, weights, batch, cache, attention=attention, kv=kv)
+        logits, cache = decode_logits(config, weights, batch, cache, attention=attention)
         active = batch.remaining > 0
         if greedy:
             sampled = sample_greedy(logits)

@@ -24,7 +24,7 @@ from .layout import Layout
 from .prefill_chunk import PrefillChunk, QueryTiles, UpperTokens
 from .prefill_programs import prefill_chunk, prefill_tail, score_chunk
 from .serving_form import Weights, served_config, weight_shapes
-from .shapes import Shapes, kv_programs
+from .shapes import Shapes, has_own_start
 
 INSERT_SEQUENCES = 8
 """Sequences that are added or removed in one call."""
@@ -122,12 +122,11 @@ def lower_all(
                 add(program, prefill_tail, *operands, attention=attention)
             for upper in shapes.scored(tokens):
                 operands = served, weights, chunk, _upper(layout, shapes, upper), state.cache
-                static = {"attention": attention, "kv": shapes.kv}
                 program = UpperProgram(tokens, upper, context, scores=True)
-                add(program, score_chunk, *operands, **static)
+                add(program, score_chunk, *operands, attention=attention)
     for rows in shapes.decode_rows:
         operands = served, weights, ints(shapes.dp_size * rows), state
-        static = {"steps": shapes.decode_steps, "attention": attention, "kv": shapes.kv}
+        static = {"steps": shapes.decode_steps, "attention": attention}
         add(DecodeProgram(rows), decode, *operands, **static)
         one_step = static | {"steps": 1}
         if single := rows in shapes.single_step_sizes:
@@ -238,7 +237,7 @@ def lower_program(
         spare_tiles=(0,),
         contexts=(None,),
         scoring=False,
-        kv=kv_programs(served),
+        has_own_start=has_own_start(served),
         pages_per_own_page=served.pages_per_own_page if served.has_two_caches else 0,
     )
     shapes = dataclasses.replace(shapes, **_shapes_of(program, page_size))

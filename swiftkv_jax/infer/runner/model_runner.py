@@ -94,7 +94,6 @@ class ModelRunner:
         self._memory_limit, self._kept_bytes = memory_limit, kept_bytes
         self._shrink_cache, self._compiler_options = shrink_cache, compiler_options
         self._on_compile = on_compile
-        self.limits = shapes.limits
         self._compiled: dict[Program, Any] = {}
 
     @property

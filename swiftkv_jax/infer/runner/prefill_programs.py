@@ -41,7 +41,7 @@ from .first_tokens import FirstTokens
 from .layout import keep_cache_sharding, pool_sharding, replicate, state_sharding
 from .prefill_chunk import PrefillChunk, QueryTiles, UpperTokens, pack, unpack
 from .serving_form import Weights
-from .shapes import KVPrograms
+from .shapes import kv_programs
 from .taps import chunk_before
 
 HEAD_ROWS = 256
@@ -87,7 +87,7 @@ def prefill_tail(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("config", "attention", "kv", "head_rows"), donate_argnames="cache"
+    jax.jit, static_argnames=("config", "attention", "head_rows"), donate_argnames="cache"
 )
 def score_chunk(
     config: Config,
@@ -97,14 +97,13 @@ def score_chunk(
     cache: KVCache,
     *,
     attention: Attention = DEFAULT,
-    kv: KVPrograms = "boundary",
     head_rows: int = HEAD_ROWS,
 ) -> tuple[KVCache, SamplerOutput]:
     """`prefill_chunk`, and the log-probabilities (A M) of the targets of some of its tokens, which
     alone run through the upper layers. `token` of the result is the likeliest one. Logits are
     computed for `head_rows` tokens at a time."""
     x, tables, cache = _prefill(config, weights, chunk, cache, attention)
-    if kv == "boundary":
+    if kv_programs(config) == "boundary":
         x, tables = _upper_input(x, tables, scored)
         read = _reader(config, scored.tiles, chunk.gathered_pages, attention)
         x = run_upper_layers(config, weights, x, tables, cache, read, attention)

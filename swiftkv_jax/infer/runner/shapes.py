@@ -10,7 +10,6 @@ from ...errors import OutOfMemoryError, UsageError
 from ...model.config import Config
 from ...plan.cost import mlp_width
 from ...plan.hardware import GIB
-from ..engine.chunk_builder import Limits
 from ..engine.options import EngineOptions
 from .decode_state import DecodeBatch, empty_batch
 from .memory import host_memory
@@ -21,8 +20,6 @@ CPU_CACHE_SHARE = 0.25
 """Share of the machine's memory for the KV cache where the device does not report its memory."""
 
 KVPrograms = Literal["boundary", "own", "both"]
-"""Upper keys and values that programs compute for tokens that run through all layers: those from
-the boundary, the tokens' own, or both, of which each token keeps one kind."""
 
 SINGLE_STEP_ROWS = 32
 """Number of sequences for which the host can process single tokens while a device decodes the next
@@ -69,19 +66,13 @@ class Shapes:
     such call."""
     structured_outputs: bool = False
     """Whether there are decode programs for sequences that follow a grammar."""
-    kv: KVPrograms = "boundary"
-    """Upper keys and values of tokens that run through all layers."""
+    has_own_start: bool = False
+    """Whether programs take the position from which on tokens keep their own keys and values."""
     tail: int = 0
     """Fewest prompt tokens that a prefill program can run through all layers; 0 if there is no such
     program."""
     pages_per_own_page: int = 0
     """`Config.pages_per_own_page` where upper layers attend to two caches, else 0."""
-
-    @property
-    def has_own_start(self) -> bool:
-        """Whether programs take the position from which on tokens keep their own keys and
-        values."""
-        return self.kv == "both" or self.pages_per_own_page > 0
 
     def empty_batch(self, count: int) -> DecodeBatch:
         """A decode batch in NumPy of `count` slots without sequences."""
@@ -90,18 +81,6 @@ class Shapes:
             self.table_pages,
             own_start=self.has_own_start,
             pages_per_own_page=self.pages_per_own_page,
-        )
-
-    @property
-    def limits(self) -> Limits:
-        """The limits of what the scheduler may plan."""
-        longest = self.chunks[-1]
-        return Limits(
-            max_num_seqs=self.slots,
-            chunk_tokens=longest,
-            max_tiles=self.tiles(longest)[-1],
-            context_pages=self.contexts[-1],
-            upper_tokens=longest if self.scoring or self.tail else 0,
         )
 
     @property
@@ -215,7 +194,7 @@ def choose_shapes(
         scoring=options.scoring,
         single_step_rows=_single_step_rows(options, slots, platform, weight_bytes),
         structured_outputs=options.structured_outputs,
-        kv=kv_programs(config),
+        has_own_start=has_own_start(config),
         pages_per_own_page=pages_per_own_page,
         tail=_tail(config, preempts=options.reserve_tokens < length),
     )
@@ -265,8 +244,15 @@ def _check_memory(
         )
 
 
+def has_own_start(config: Config) -> bool:
+    """`Shapes.has_own_start` of the served `config`."""
+    return kv_programs(config) == "both" or config.has_two_caches
+
+
 def kv_programs(config: Config) -> KVPrograms:
-    """The keys and values that serving `config` computes."""
+    """The upper keys and values that programs of the served `config` compute for tokens that run
+    through all layers: those from the boundary, the tokens' own, or both, of which each token keeps
+    one kind."""
     # The first decode step takes the last token of a prompt, which keeps its own keys and values
     # only if it is in the tail.
     return "both" if config.generated_kv == "own" and not config.exact_tail else config.generated_kv

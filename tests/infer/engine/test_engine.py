@@ -61,7 +61,6 @@ def engine_of(format: str, swiftkv: bool) -> Engine[ModelRunner]:
         more = {"greedy_programs": True, "single_step_rows": 2}
         more |= {"spare_tiles": (0, *runner.shapes.spare_tiles)}
         runner.shapes = with_contexts(dataclasses.replace(runner.shapes, **more))
-        runner.limits = runner.shapes.limits
     return Engine(runner, config=runner.config, eos_token_ids=(), options=chosen)
 
 

@@ -311,7 +311,6 @@ def test_at_random(seed):
         tiles=rng.randint(1, 9),
         steps=rng.randint(1, 4),
         context=context,
-        scored=rng.choice([1, 3, 8]),
         enable_prefix_caching=rng.random() < 0.8,
         reserve_tokens=kinds.choice([1, 2, 5, 9, 512]),
         structured_outputs=True,

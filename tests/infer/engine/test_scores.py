@@ -8,7 +8,7 @@ from tests.infer.mock_model_runner import VOCAB, mock_engine, next_token
 
 
 def test_scores_run_in_chunks_and_reuse_what_comes_before():
-    engine, _ = mock_engine(chunk=8, scored=4)
+    engine, _ = mock_engine(chunk=8)
     tokens = prompt_of(2, 30)
     list(engine.run([ask(tokens[:20], 1)]))
     for start, cached in ((25, 20), (1, 0), (17, 16), (29, 28)):
@@ -21,7 +21,7 @@ def test_scores_run_in_chunks_and_reuse_what_comes_before():
 
 @pytest.mark.parametrize(("length", "sizes"), [(2049, [2048]), (4096, [2048, 2047])])
 def test_long_scores_come_in_parts(length, sizes):
-    engine, _ = mock_engine(chunk=200, scored=200, num_pages=1100, max_model_len=4096)
+    engine, _ = mock_engine(chunk=200, num_pages=1100, max_model_len=4096)
     tokens = prompt_of(8, length)
     request, outputs = ScoreRequest(tokens, 1, top_logprobs=2), []
     engine.add_request(request)
@@ -57,7 +57,7 @@ def test_scores_are_arrays_of_their_own():
 
 
 def test_long_scores_that_are_aborted_leave_nothing():
-    engine, _ = mock_engine(chunk=200, scored=200, num_pages=1100, max_model_len=4096)
+    engine, _ = mock_engine(chunk=200, num_pages=1100, max_model_len=4096)
     outputs = engine.run([ScoreRequest(prompt_of(8, 4096), 1)])
     assert next(outputs)[1].finish_reason is None
     outputs.close()
