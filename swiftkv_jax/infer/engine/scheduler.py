@@ -68,11 +68,8 @@ class Scheduler:
         self.num_times_skipped = 0
         self._without_pages: set[SequenceState] = set()
         """Sequences that wait for pages in this step."""
-        slots = shapes.slots
-        self._free_slots = [
-            list(range((dp_rank + 1) * slots - 1, dp_rank * slots - 1, -1))
-            for dp_rank in range(len(pools))
-        ]
+        slots = itertools.batched(range(len(pools) * shapes.slots), shapes.slots)
+        self._free_slots = [list(reversed(some)) for some in slots]
 
     @property
     def has_work(self) -> bool:
