@@ -333,12 +333,9 @@ def test_the_readme_is_short():
 def test_the_example_of_a_family_is_the_code():
     """The blocks of "Adding a family", as they stand in the sources."""
     text = (ROOT / "docs" / "models.md").read_text().split("## Adding a family")[1]
-    sources = [
-        (ROOT / "swiftkv_jax" / "checkpoints" / name).read_text()
-        for name in ("family_fields.py", "families.py")
-    ]
-    blocks = re.findall(r"^   ```python\n(.*?)^   ```", text, re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 2
-    for block, source in zip(blocks, sources, strict=True):
-        lines = [line.strip() for line in block.strip().splitlines()]
-        assert "\n".join(lines) in "\n".join(line.strip() for line in source.splitlines())
+    source = (ROOT / "swiftkv_jax" / "checkpoints" / "families" / "llama.py").read_text()
+    code = "\n".join(line.strip() for line in source.splitlines())
+    blocks = re.findall(r"^```\w+\n(.*?)^```", text.split("\n## ")[0], re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 3
+    for block in blocks:
+        assert "\n".join(line.strip() for line in block.splitlines()) in code

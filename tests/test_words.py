@@ -98,8 +98,8 @@ ALLOWED = {
     # A label of vLLM's metrics, a field of its events.
     "block_size": ("serve/service/", "serve/distributed/kv_event"),
     # SentencePiece's own name of its tokens.
-    "piece": ("checkpoints/spm_file", "checkpoints/tokenizer", "checkpoints/gguf_tokenizer"),
-    "pieces": ("checkpoints/spm_file", "checkpoints/gguf_tokenizer"),
+    "piece": ("checkpoints/spm_file", "checkpoints/tokenizer", "checkpoints/gguf/tokenizer"),
+    "pieces": ("checkpoints/spm_file", "checkpoints/gguf/tokenizer"),
     # A masked key.
     "unseen": "pallas_kernels/",
 }

@@ -1,5 +1,5 @@
 """Checkpoints, in and out: Hugging Face directories (`hf_read`, `hf_write`), GGUF files
-(`gguf_read`), our own (`orbax_io`), training runs (`training_run`, `states`).
+(`gguf`), our own (`orbax_io`), training runs (`training_run`, `states`).
 
 Reading and writing go leaf by leaf (`source`), names are strict (`tensor_map`, from the table in
 `params`), every weight has a digest (`digest`), and a directory appears complete or not at all
@@ -19,8 +19,8 @@ from ..model.config import Config
 from ..model.model import AuxiliaryFiles, Model
 from . import foreign
 from .auxiliary import read_auxiliary_files
-from .gguf_file import is_gguf
-from .gguf_read import gguf_files, load_gguf, open_gguf
+from .gguf.file import is_gguf
+from .gguf.read import gguf_files, load_gguf, open_gguf
 from .hf_read import load_hf, open_hf, save_hf
 from .orbax_io import MANIFEST, load_orbax, open_orbax, save
 from .source import Quantization, Source

@@ -18,13 +18,12 @@ from ..model.cut import CUT_FIELDS
 from ..model.model import AuxiliaryFiles
 from ..model.quantization import Format
 from ..process.files import write_json
-from .compressed_tensors import quantization_config
 from .far_loss import FIELD as FAR_LOSS
 from .foreign import check_no_pointer
-from .hf_config import config_from_hf, config_to_hf
-from .quantization_config import read_quantization_config
+from .hf_config import config_from_hf, config_to_hf, is_wrapped, text_fields
+from .quantized.compressed_tensors import quantization_config
+from .quantized.config import read_quantization_config
 from .tokenizer import TEMPLATES, read_tokenizer
-from .wrapped import is_wrapped, text_fields
 
 logger = logging.getLogger(__name__)
 

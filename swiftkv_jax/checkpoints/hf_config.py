@@ -12,11 +12,10 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..model.config import MAX_LAYERS, Config
-from .families import FAMILIES, IRRELEVANT, Family
-from .hf_rope import check_spellings
-from .hf_values import MAX_NUMBER, check_integer, shown, unknown_field
-from .quantization_config import read_quantization_config
-from .wrapped import WRAPPED, is_wrapped, text_fields
+from .families import FAMILIES, WRAPPED
+from .families.fields import Family, Fields, Kind, agreed, check_kind, shown, unknown_field
+from .families.layers import check_spellings
+from .quantized.config import read_quantization_config
 
 SWIFTKV = "_swiftkv"
 SHARED_BASIS = "_swiftkv_shared_basis"
@@ -64,15 +63,68 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_local_experts": (0, None),
 }
 
-_USED = frozenset(
+# Bookkeeping, training-time or generation-time fields: none of them changes the forward pass.
+_IRRELEVANT = frozenset(
     """
-    vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
-    num_key_value_heads head_dim rms_norm_eps rope_theta rope_scaling rope_parameters
-    max_position_embeddings tie_word_embeddings num_key_value_layers key_value_group_size
-    shared_kv_heads generated_kv exact_tail exact_head prompt_attention_layers
-    prompt_mlp_neurons boundary_taps quantization_config
+    _name_or_path architectures model_type transformers_version torch_dtype dtype use_cache
+    pretraining_tp attention_dropout initializer_range bos_token_id eos_token_id pad_token_id
+    sep_token_id unk_token_id swiftkv _attn_implementation attn_implementation swiftkv_far_loss
+    _attn_implementation_autoset auto_map tokenizer_class return_dict return_dict_in_generate
+    output_hidden_states output_attentions output_scores torchscript use_bfloat16 tf_legacy_loss
+    chunk_size_feed_forward cross_attention_hidden_size is_decoder decoder_start_token_id
+    finetuning_task id2label label2id num_labels prefix problem_type task_specific_params
+    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
+    temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences begin_suppress_tokens
+    suppress_tokens exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id
+    remove_invalid_values unsloth_version unsloth_fixed embd_pdrop resid_pdrop
+    residual_dropout output_router_logits router_aux_loss_coef cache_implementation
+    neftune_noise_alpha transformers.js_config _sliding_window_pattern
+
+    hidden_dropout hidden_dropout_prob attention_probs_dropout_prob attn_pdrop attn_dropout dropout
+    classifier_dropout summary_first_dropout initializer_factor router_z_loss_coef loss_type
+    gradient_checkpointing use_gradient_checkpointing keys_to_ignore_at_inference
+
+    model_name model_name_or_path base_model_name_or_path base_model
+    _commit_hash commit_hash torch_version peft_version trl_version axolotl_version license
+    language tags
+
+    _flash_attn_2_enabled use_flash_attn use_flash_attention use_flash_attention_2 flash_attention
+    _attn_implementation_internal _experts_implementation
+
+    bos_token eos_token pad_token unk_token tokenizer_padding_side tokenizer_model_max_length
+    model_max_length max_sequence_length max_seq_len max_seq_length seq_length
+
+    max_new_tokens min_new_tokens max_time min_p epsilon_cutoff eta_cutoff penalty_alpha
+    renormalize_logits output_logits guidance_scale low_memory
     """.split()
 )
+
+# The fields of all families.
+_COMMON: dict[str, Kind] = {
+    **dict.fromkeys(
+        """
+        vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim
+        max_position_embeddings
+        """.split(),
+        "size",
+    ),
+    **dict.fromkeys(
+        """
+        num_hidden_layers num_key_value_layers key_value_group_size exact_tail exact_head
+        prompt_attention_layers prompt_mlp_neurons boundary_taps
+        """.split(),
+        "integer",
+    ),
+    "rms_norm_eps": "number",
+    "rope_theta": "number",
+    "rope_scaling": "object",
+    "rope_parameters": "object",
+    "tie_word_embeddings": "flag",
+    "shared_kv_heads": "list",
+    "generated_kv": "text",
+    "quantization_config": "unread",
+}
 # Null is a value of these, and the family's default of all others.
 _NULLABLE = frozenset(
     """
@@ -80,68 +132,10 @@ _NULLABLE = frozenset(
     """.split()
 )
 
-# Types of the fields that are used; null is also allowed.
-_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
-    "an integer": (
-        (int,),
-        """
-        vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
-        num_key_value_heads head_dim max_position_embeddings sliding_window num_key_value_layers
-        key_value_group_size exact_tail exact_head prompt_attention_layers
-        prompt_mlp_neurons boundary_taps max_window_layers
-        no_rope_layer_interval sliding_window_pattern original_max_position_embeddings num_experts
-        num_local_experts num_experts_per_tok moe_intermediate_size shared_intermediate_size
-        sliding_window_size
-        """,
-    ),
-    "a number": (
-        (int, float),
-        """
-        rms_norm_eps rope_theta rope_local_base_freq partial_rotary_factor embedding_multiplier
-        residual_multiplier attention_multiplier logits_scaling query_pre_attn_scalar
-        attn_logit_softcapping final_logit_softcapping
-        """,
-    ),
-    "true or false": (
-        (bool,),
-        "attention_bias attention_out_bias tie_word_embeddings use_sliding_window norm_topk_prob",
-    ),
-    "a string": ((str,), "generated_kv hidden_activation position_embedding_type"),
-    "a list": ((list,), "shared_kv_heads layer_types layers_block_type no_rope_layers"),
-    "an object": ((Mapping,), "rope_scaling rope_parameters"),
-}
 
-# Integers that are 1 or more.
-_SIZES = """
-    vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim
-    max_position_embeddings original_max_position_embeddings no_rope_layer_interval
-    sliding_window_pattern moe_intermediate_size shared_intermediate_size
-    """.split()
-
-
-def _check_types(hf: Mapping[str, Any]) -> None:
-    for wanted, (types, names) in _TYPES.items():
-        for name in names.split():
-            value = hf.get(name)
-            if value is not None and (
-                not isinstance(value, types) or isinstance(value, bool) is not (bool in types)
-            ):
-                raise ConfigError(f"{name}={shown(value)} must be {wanted}")
-    for name in _SIZES:
-        if hf.get(name) is not None:
-            check_integer(name, hf[name])
-    for name in _TYPES["a number"][1].split():
-        if abs(hf.get(name) or 0) > MAX_NUMBER:
-            raise ConfigError(f"{name}={shown(hf[name])} is too large for float32")
-    if hf.get("query_pre_attn_scalar") is not None and hf["query_pre_attn_scalar"] <= 0:
-        raise ConfigError(f"query_pre_attn_scalar={hf['query_pre_attn_scalar']!r} must be positive")
-    if (hf.get("rms_norm_eps") or 0) >= 1:
-        raise ConfigError(f"rms_norm_eps={hf['rms_norm_eps']!r} must be below 1")
-
-
-def config_from_hf(hf: Mapping[str, Any]) -> Config:
+def config_from_hf(hf: Fields) -> Config:
     """Read a Hugging Face `config.json` of one of `FAMILIES`, of its SwiftKV student, or of a model
-    that wraps one of them (`wrapped`).
+    that takes images too and has one of them inside (`text_fields`).
 
     Raises `ConfigError` for any field that would change the result and is not implemented.
     """
@@ -156,7 +150,8 @@ def config_from_hf(hf: Mapping[str, Any]) -> Config:
     for end in (EXTENDED, SHARED_BASIS, SWIFTKV):
         name = name.removesuffix(end)
     family = FAMILIES[name]
-    _check_fields(hf, family)
+    kinds: dict[str, Kind] = {**_COMMON, **family.fields}
+    _check_fields(hf, kinds, family)
     if hf.get("quantization_config") is not None:
         read_quantization_config(hf["quantization_config"])
     required = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"]
@@ -164,7 +159,10 @@ def config_from_hf(hf: Mapping[str, Any]) -> Config:
         required.append(family.mlp_dim)
     if missing := [name for name in required if hf.get(name) is None]:
         raise ConfigError(f"missing fields: {', '.join(missing)}")
-    _check_types(hf)
+    for field, kind in kinds.items():
+        check_kind(field, hf.get(field), kind)
+    if (hf.get("rms_norm_eps") or 0) >= 1:
+        raise ConfigError(f"rms_norm_eps={hf['rms_norm_eps']!r} must be below 1")
     check_spellings(hf)
     stated = {key: value for key, value in hf.items() if value is not None or key in _NULLABLE}
     hf = {**family.defaults, **stated}
@@ -180,7 +178,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> Config:
             f"num_layers={shown(hf['num_hidden_layers'])} must be from 1 to {MAX_LAYERS} "
             f"(num_hidden_layers)"
         )
-    config = Config(
+    stated = dict(
         vocab_size=hf["vocab_size"],
         embed_dim=width,
         mlp_dim=hf[family.mlp_dim],
@@ -201,14 +199,11 @@ def config_from_hf(hf: Mapping[str, Any]) -> Config:
         prompt_mlp_neurons=hf.get("prompt_mlp_neurons") or 0,
         boundary_taps=hf.get("boundary_taps") or 0,
         family=name,
-        **family.read(hf),
     )
-    plain = name == "mistral" and all(kind.window is None for kind in config.kinds)
-    return dataclasses.replace(config, family="llama") if plain else config
+    return Config(**stated | family.read(hf))
 
 
-def _check_fields(hf: Mapping[str, Any], family: Family) -> None:
-    used = _USED | set(family.fields.split())
+def _check_fields(hf: Fields, used: Fields, family: Family) -> None:
     neutral = {name: values for name, values in _NEUTRAL.items() if name not in used}
     neutral |= family.neutral
     for name, value in hf.items():
@@ -216,7 +211,7 @@ def _check_fields(hf: Mapping[str, Any], family: Family) -> None:
             raise ConfigError(
                 f"{name}={shown(value)} is not supported; supported: {neutral[name][0]!r}"
             )
-        if name not in neutral and name not in IRRELEVANT and name not in used:
+        if name not in neutral and name not in _IRRELEVANT and name not in used:
             raise unknown_field(name, value)
 
 
@@ -226,6 +221,76 @@ def _shared_kv_heads(value: list[Any] | None) -> tuple[tuple[int, ...], ...] | N
     if not all(isinstance(row, list) and all(type(head) is int for head in row) for row in value):
         raise ConfigError(f"shared_kv_heads={shown(value)} must be a list of lists of integers")
     return tuple(map(tuple, value))
+
+
+# Models that take images too --------------------------------------------------
+
+# Beside `text_config`: what only images use.
+_VISION = frozenset(
+    """
+    vision_config mm_tokens_per_image boi_token_index eoi_token_index image_token_index
+    boi_token_id eoi_token_id image_token_id projector_hidden_act vision_feature_layer
+    multimodal_projector_bias spatial_merge_size
+    """.split()
+)
+# Beside `text_config`: what goes before the same field there.
+_OVER = ("eos_token_id", "bos_token_id", "pad_token_id", "transformers_version")
+_DTYPES = ("dtype", "torch_dtype")
+_TIE = "tie_word_embeddings"
+_QUANTIZATION = "quantization_config"
+
+
+def is_wrapped(hf: Fields) -> bool:
+    """Whether a `config.json` has its text model's fields under `text_config`: Gemma 3 from 4B on,
+    Mistral Small 3.1 and 3.2. Only the text model is read, as if it were one by itself."""
+    return isinstance(hf.get("model_type"), str) and hf["model_type"] in WRAPPED
+
+
+def text_fields(hf: Fields) -> dict[str, Any]:
+    """The `config.json` that the text model would have by itself, of one that `is_wrapped`.
+
+    Raises `ConfigError` for fields beside `text_config` that could change the text model.
+    """
+    name = WRAPPED[hf["model_type"]]
+    family = FAMILIES[name]
+    text = hf.get("text_config")
+    known = _IRRELEVANT | _VISION | {"text_config", _TIE, _QUANTIZATION}
+    if unknown := [field for field in hf if field not in known]:
+        raise unknown_field(unknown[0], hf[unknown[0]], where=" beside text_config")
+    if not isinstance(text, Mapping):
+        raise ConfigError(f"text_config={shown(text)} must be an object")
+    if text.get("model_type", name) != name:
+        raise ConfigError(
+            f"text_config: model_type={shown(text['model_type'])} is not supported; supported: "
+            f"{name!r}"
+        )
+    # transformers 4 goes by the field of `text_config`; 5 by the one beside it, which is true by
+    # default, but not where the files have a head of their own. Mistral's have one, and only one
+    # of the fields, if any, says so.
+    ties = [part[_TIE] for part in (text, hf) if part.get(_TIE) is not None]
+    if wrong := [value for value in ties if not isinstance(value, bool)]:
+        raise ConfigError(f"{_TIE}={shown(wrong[0])} must be true or false")
+    fields = {name: value for name, value in text.items() if name not in _DTYPES}
+    fields |= {"model_type": name, _TIE: all(ties or [family.defaults[_TIE]])}
+    sizes = family.inside[hf["model_type"]]
+    fields |= {name: size for name, size in sizes.items() if text.get(name) is None}
+    fields |= {name: hf[name] for name in _OVER if hf.get(name) is not None}
+    for part in (text, hf):
+        for name in reversed(_DTYPES):
+            if part.get(name) is not None:
+                fields["torch_dtype"] = part[name]
+    places = {_QUANTIZATION: hf, f"text_config: {_QUANTIZATION}": text}
+    quantization = agreed({name: part.get(_QUANTIZATION) for name, part in places.items()})
+    return fields if quantization is None else fields | {_QUANTIZATION: quantization}
+
+
+def ties_without_head(hf: Fields) -> bool:
+    """Return whether the head of one that `is_wrapped` is the embedding if the files have no head,
+    whatever `text_config` says: transformers 5 goes by the field beside it."""
+    return hf.get(_TIE) is True
+
+
+# Writing ----------------------------------------------------------------------
 
 
 def config_to_hf(config: Config) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 other direction.
 
 Quantised matrices stay in 8 bits where their format is `quantization.Quantized`'s; the others are
-decoded (`encoded`), so that to everything else they are float32 tensors.
+decoded (`quantized.matrices`), so that to everything else they are float32 tensors.
 
 Names are strict (`tensor_map`): a tensor that is missing, unexpected, repeated, misshapen or of a
 wrong dtype is an error, and one error names all kinds of them.
@@ -29,21 +29,25 @@ from ..model.quantization import SCALE, VALUES, Format, Scheme, refuse_quantized
 from ..model.stacks import split_layers
 from . import foreign, source
 from .auxiliary import load_tokenizer, read_auxiliary_files, read_json
-from .encoded import Tensor, join_tensors
+from .hf_config import is_wrapped, ties_without_head
 from .hf_write import BASE_DIGEST, DELTA, FORMAT, INDEX, SINGLE_FILE, base_model_digest, save_hf
-from .quantization_config import MODELOPT, read_quantization_config
+from .quantized.config import MODELOPT, read_quantization_config
+from .quantized.matrices import Tensor, join_tensors
 from .safetensors_io import DTYPES, WIDE, Stored, read_header, same_values
 from .source import Quantization, Source
-from .tensor_map import MappedLeaf, by_name, check_no_problems, first_of, leaves, to_trees
-from .tensor_reader import TensorReader
-from .wrapped import (
+from .tensor_map import (
     BY_ITSELF,
+    MappedLeaf,
     TensorNames,
+    by_name,
+    check_no_problems,
+    first_of,
     is_vision,
-    is_wrapped,
+    leaves,
     tensor_names,
-    ties_without_head,
+    to_trees,
 )
+from .tensor_reader import TensorReader
 
 __all__ = ["delta_config", "load_delta", "load_hf", "open_delta", "open_hf", "save_hf"]
 

@@ -20,10 +20,10 @@ from typing import Any
 from ..errors import CheckpointError, UsageError
 from . import foreign
 from .auxiliary import GENERATION_CONFIG, TOKENIZER_FILES
-from .gguf_file import is_later_part, is_model_name, shards
+from .gguf.file import is_later_part, is_model_name, shards
 from .hf_write import INDEX, SINGLE_FILE
 from .hub_errors import not_reached, reason_of_failure
-from .quantization_config import MODELOPT
+from .quantized.config import MODELOPT
 from .tokenizer import TEMPLATES
 
 logger = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,11 @@ from ..model.params import (
     swiftkv_shapes,
 )
 from ..model.quantization import SCALE, VALUES, Format, Scheme, quantized_shapes
-from .compressed_tensors import SCALE_SUFFIX
 from .families import FAMILIES
 from .interleaved import Interleaved
 
+_SCALE_SUFFIX = "_scale"
+"""Suffix that turns the name of a weight into that of its scale."""
 _ROTATED = frozenset("q k q_bias k_bias q_norm k_norm k_tap".split())
 """Fields of `params` with a row for each dimension of a head that rotates."""
 
@@ -232,7 +234,7 @@ def _num_rows(config: Config, row: Param) -> int:
 def _tensor_names(config: Config, row: Param, name: str, scale: bool) -> tuple[str, ...]:
     """`MappedLeaf.tensors` of a parameter whose tensors are called `name` within a layer; `scale`
     for those of its scales."""
-    name = name + SCALE_SUFFIX if scale else name
+    name = name + _SCALE_SUFFIX if scale else name
     if not row.stacked:
         return (name,)
     experts = range(config.num_experts if EXPERT in name else 1)
@@ -242,3 +244,55 @@ def _tensor_names(config: Config, row: Param, name: str, scale: bool) -> tuple[s
 
 def _name(path) -> str:
     return ".".join(key.name for key in path)
+
+
+# Names in files ---------------------------------------------------------------
+
+_MODEL = "model."
+_HEAD = "lm_head"
+_VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorNames:
+    """How the files name the text model's tensors. Those of a model that takes images too have a
+    prefix, which is one before transformers 4.52 and in what later versions write for
+    compatibility, and another in their modules and in what some tools write."""
+
+    model: str = _MODEL
+    """Prefix that the files have in the place of `model.`."""
+    head: str = _HEAD
+    """Name that the files have in the place of `lm_head`."""
+    listed: tuple[TensorNames, ...] = ()
+    """How a `quantization_config` may name its modules besides."""
+
+    def in_file(self, name: str) -> str:
+        """The file's name of the tensor or module that the text model by itself calls `name`."""
+        for ours, theirs in ((_MODEL, self.model), (_HEAD, self.head)):
+            if name.startswith(ours):
+                return theirs + name.removeprefix(ours)
+        return name
+
+    def in_lists(self, name: str) -> tuple[str, ...]:
+        """The names by which lists of modules may mean `name`, the text model's own."""
+        return tuple(names.in_file(name) for names in (self, *self.listed))
+
+
+BY_ITSELF = TensorNames()
+_IN_FILES = TensorNames("language_model.model.", "language_model.lm_head")
+_IN_MODULES = TensorNames("model.language_model.", "lm_head")
+
+
+def tensor_names(found: list[str]) -> TensorNames:
+    """How the files of a model that takes images name its tensors, of which they have `found`."""
+    counts = {
+        names: sum(name.startswith(names.model) for name in found)
+        for names in (_IN_FILES, _IN_MODULES)
+    }
+    one, other = sorted(counts, key=lambda names: -counts[names])
+    return dataclasses.replace(one, listed=(other,))
+
+
+def is_vision(tensor: str) -> bool:
+    """Whether a tensor of a model that takes images is not of its text model."""
+    return _VISION.match(tensor) is not None

@@ -14,8 +14,8 @@ from jax.sharding import Sharding
 from ..errors import CheckpointError, OutOfMemoryError
 from ..model.quantization import SCALE
 from ..plan.hardware import GIB
-from .encoded import Tensor
 from .interleaved import split_pairs
+from .quantized.matrices import Tensor
 from .safetensors_io import DTYPES, Stored, read_into, verify
 from .tensor_map import MappedLeaf
 

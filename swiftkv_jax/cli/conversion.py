@@ -18,12 +18,12 @@ from tqdm import tqdm
 from .. import cli
 from ..checkpoints import kind_of, open_any, orbax_io
 from ..checkpoints.auxiliary import has_tokenizer
-from ..checkpoints.gguf_file import shards
-from ..checkpoints.gguf_read import stored_types
+from ..checkpoints.gguf.file import shards
+from ..checkpoints.gguf.read import stored_types
 from ..checkpoints.hf_read import delta_config, open_delta
 from ..checkpoints.hf_write import write_hf
 from ..checkpoints.hub import local_path
-from ..checkpoints.quantization_config import read_quantization_config
+from ..checkpoints.quantized.config import read_quantization_config
 from ..checkpoints.source import Source
 from ..checkpoints.tensor_map import MappedLeaf
 from ..checkpoints.training_run import RECIPE, exported_model, is_run, open_run, run_steps

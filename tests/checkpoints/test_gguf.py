@@ -13,8 +13,9 @@ from safetensors.numpy import load_file, save_file
 import swiftkv_jax as skv
 from swiftkv_jax import CheckpointError, ConfigError, checkpoints
 from swiftkv_jax.__main__ import main
-from swiftkv_jax.checkpoints import gguf_file, open_any
+from swiftkv_jax.checkpoints import open_any
 from swiftkv_jax.checkpoints.auxiliary import load_tokenizer
+from swiftkv_jax.checkpoints.gguf import file
 from tests import tiny
 from tests.checkpoints import gguf_files
 from tests.checkpoints.gguf_files import CONTROL, NONE, UNUSED, USER_DEFINED
@@ -207,13 +208,13 @@ def test_a_block_format_is_what_the_library_decodes(name, tmp_path, monkeypatch)
     writer = gguf_files.GGUFWriter(path, "llama")
     writer.add_tensor("w", rows.view(np.float16) if name == "F16" else rows, raw_dtype=type_)
     gguf_files.finish(writer)
-    stored = gguf_file.read_gguf(path).tensors["w"]
+    stored = file.read_gguf(path).tensors["w"]
     assert stored.shape == (40, 512) and stored.type_name == name
     with np.errstate(all="ignore"):  # some scales are not finite
         wanted = quants.dequantize(rows, type_).reshape(40, 512)
-    tensor = gguf_file.GgufTensor("w", stored)
+    tensor = file.GgufTensor("w", stored)
     for chunk in (4 * 2**20, 7 * 512):
-        monkeypatch.setattr(gguf_file, "_CHUNK_ELEMENTS", chunk)
+        monkeypatch.setattr(file, "_CHUNK_ELEMENTS", chunk)
         for part in ((slice(0, 40), slice(0, 512)), (slice(9, 31), slice(100, 300))):
             out = np.empty([axis.stop - axis.start for axis in part], np.float32)
             tensor.read_into(out, part)

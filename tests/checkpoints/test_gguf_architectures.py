@@ -8,8 +8,9 @@ from safetensors.numpy import save_file
 import swiftkv_jax as skv
 from swiftkv_jax import ConfigError
 from swiftkv_jax.checkpoints import open_any
-from swiftkv_jax.checkpoints.gguf_architectures import ARCHITECTURES, hf_fields
-from swiftkv_jax.checkpoints.gguf_file import read_gguf
+from swiftkv_jax.checkpoints.families import ARCHITECTURES
+from swiftkv_jax.checkpoints.gguf.config import hf_fields
+from swiftkv_jax.checkpoints.gguf.file import read_gguf
 from tests.checkpoints import gguf_files
 from tests.checkpoints.gguf_files import NONE
 from tests.checkpoints.hf_models import assert_same_models

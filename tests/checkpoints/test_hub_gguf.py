@@ -10,7 +10,7 @@ from huggingface_hub import constants
 
 import swiftkv_jax as skv
 from swiftkv_jax import CheckpointError
-from swiftkv_jax.checkpoints.gguf_file import shards
+from swiftkv_jax.checkpoints.gguf.file import shards
 from swiftkv_jax.checkpoints.hub import local_path, repository_of
 from tests import tiny
 from tests.checkpoints import gguf_files

@@ -9,8 +9,9 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax import CheckpointError, ConfigError
-from swiftkv_jax.checkpoints import encoded, open_any, stored_formats
+from swiftkv_jax.checkpoints import open_any
 from swiftkv_jax.checkpoints.hf_config import config_from_hf
+from swiftkv_jax.checkpoints.quantized import decode, matrices
 from swiftkv_jax.checkpoints.tensor_reader import TensorReader
 from swiftkv_jax.convert import main as convert
 from tests import tiny
@@ -25,7 +26,7 @@ def powers(*codes: int) -> np.ndarray:
 def test_every_code():
     """The low four bits of a byte come first."""
     packed = np.array([[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]], np.uint8)
-    found = stored_formats.decode_mxfp4(packed, powers(128), group_size=32, num_inputs=16)
+    found = decode.decode_mxfp4(packed, powers(128), group_size=32, num_inputs=16)
     half = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
     np.testing.assert_array_equal(found, [[2 * x for x in half] + [-2 * x for x in half]])
     assert found.dtype == np.float32
@@ -35,19 +36,17 @@ def test_every_code():
 def test_a_power_for_each_32_inputs():
     """2^(byte - 127), for subnormal numbers of float32 too."""
     packed = np.full((1, 40), 0x22, np.uint8)  # 1 everywhere
-    found = stored_formats.decode_mxfp4(packed, powers(127, 120, 140), group_size=32, num_inputs=79)
+    found = decode.decode_mxfp4(packed, powers(127, 120, 140), group_size=32, num_inputs=79)
     expected = np.repeat(np.array([1, 2**-7, 2**13], np.float32), 32)[:79]
     np.testing.assert_array_equal(found, expected[None])
     for code in (0, 1, 254):
-        found = stored_formats.decode_mxfp4(
-            packed[:, :1], powers(code), group_size=32, num_inputs=1
-        )
+        found = decode.decode_mxfp4(packed[:, :1], powers(code), group_size=32, num_inputs=1)
         assert float(found[0, 0]) == 2.0 ** (code - 127)
 
 
 @pytest.mark.parametrize("mesh", ["2x2", "1x4"])
 def test_read_straight_into_shards(tmp_path, mesh, monkeypatch):
-    monkeypatch.setattr(encoded, "_CHUNK_ELEMENTS", 300)  # a few rows
+    monkeypatch.setattr(matrices, "_CHUNK_ELEMENTS", 300)  # a few rows
     hf, tensors, wide = directory("MXFP4")
     path = write(tmp_path / "model", hf, tensors)
     model = skv.load(path, mesh=skv.make_mesh(mesh))
@@ -59,10 +58,10 @@ def test_parts_of_a_matrix_are_read_in_parts(tmp_path, monkeypatch):
     opened = open_any(write(tmp_path / "model", hf, tensors))
     assert isinstance(opened.reader, TensorReader)
     matrix = opened.reader.tensors["model.layers.1.mlp.down_proj.weight"]
-    assert isinstance(matrix, encoded.EncodedMatrix)
-    seen, read = {}, encoded.read_block
+    assert isinstance(matrix, matrices.EncodedMatrix)
+    seen, read = {}, matrices.read_block
     monkeypatch.setattr(
-        encoded,
+        matrices,
         "read_block",
         lambda tensor, index: seen.setdefault(tensor.name, read(tensor, index)),
     )

@@ -6,8 +6,8 @@ import pytest
 
 from swiftkv_jax import ConfigError
 from swiftkv_jax.checkpoints.hf_config import config_from_hf
-from swiftkv_jax.checkpoints.quantization_config import read_quantization_config
-from swiftkv_jax.checkpoints.weight_format import WeightFormat
+from swiftkv_jax.checkpoints.quantized.config import read_quantization_config
+from swiftkv_jax.checkpoints.quantized.formats import WeightFormat
 from tests import tiny
 from tests.checkpoints.quantized_files import AWQ, FORMATS, fp8, gptq_config
 

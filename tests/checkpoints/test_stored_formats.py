@@ -11,8 +11,9 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax import CheckpointError
-from swiftkv_jax.checkpoints import encoded, open_any, stored_formats
+from swiftkv_jax.checkpoints import open_any
 from swiftkv_jax.checkpoints.hf_read import load_delta, open_delta
+from swiftkv_jax.checkpoints.quantized import decode, matrices
 from swiftkv_jax.checkpoints.tensor_reader import TensorReader
 from swiftkv_jax.convert import main as convert
 from swiftkv_jax.model.mesh import make_mesh
@@ -27,30 +28,30 @@ from tests.checkpoints.quantized_files import FORMATS, directory
 
 def test_scales_of_blocks():
     weight = np.array([[1, -2, 448], [0.5, 3, -0.25]], np.float32).astype(ml_dtypes.float8_e4m3fn)
-    found = stored_formats.decode_scaled(weight, np.array([[2, 10]], np.float32), block=(128, 2))
+    found = decode.decode_scaled(weight, np.array([[2, 10]], np.float32), block=(128, 2))
     np.testing.assert_array_equal(found, [[2, -4, 4480], [1, 6, -2.5]])
     powers = np.array([[1 / 4], [8]], ml_dtypes.float8_e8m0fnu)
-    found = stored_formats.decode_scaled(weight, powers, block=(1, 128))
+    found = decode.decode_scaled(weight, powers, block=(1, 128))
     np.testing.assert_array_equal(found, [[0.25, -0.5, 112], [4, 24, -2]])
     integers = np.array([[-128, 127]], np.int8)
-    found = stored_formats.decode_scaled(integers, np.array([[0.5]], np.float16), block=(0, 0))
+    found = decode.decode_scaled(integers, np.array([[0.5]], np.float16), block=(0, 0))
     np.testing.assert_array_equal(found, [[-64, 63.5]])
 
 
 def test_packed_integers():
     # 4 bits: 0, 1, ... 7 in the first word, 8 ... 11 and padding in the second.
     packed = np.array([[0x76543210, 0x0000BA98]], np.uint32).view(np.int32)
-    found = stored_formats.decode_packed(
+    found = decode.decode_packed(
         packed, np.array([[1, 2, 4]], np.float16), bits=4, group_size=4, num_inputs=12
     )
     np.testing.assert_array_equal(found, [[-8, -7, -6, -5, -8, -6, -4, -2, 0, 4, 8, 12]])
     zeros = np.array([[0x3], [0xF]], np.uint32).view(np.int32)[:1]
-    found = stored_formats.decode_packed(
+    found = decode.decode_packed(
         packed[:, :1], np.array([[0.5]], np.float16), zeros, bits=4, group_size=0, num_inputs=8
     )
     np.testing.assert_array_equal(found, [[-1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2]])
     eight = np.array([[0xFF800100]], np.uint32).view(np.int32)
-    found = stored_formats.decode_packed(
+    found = decode.decode_packed(
         eight, np.array([[1]], np.float32), bits=8, group_size=0, num_inputs=4
     )
     np.testing.assert_array_equal(found, [[-128, -127, 0, 127]])
@@ -62,7 +63,7 @@ def test_gptq(stored_zero):
     qweight[0, 0], qweight[0, 7] = 0x76543210, 0xFFFFFFFF
     qzeros = np.array([[0x70000007], [0x00000001]], np.uint32)  # groups of 4 inputs
     scales = np.array([[1] * 8, [2] * 8], np.float16)
-    found = stored_formats.decode_gptq(
+    found = decode.decode_gptq(
         qweight.view(np.int32),
         qzeros.view(np.int32),
         scales,
@@ -81,9 +82,7 @@ def test_gptq(stored_zero):
 def test_awq():
     qweight = np.array([[0x76543210]], np.uint32).view(np.int32)  # one input of 8 outputs
     qzeros = np.array([[0x00000080]], np.uint32).view(np.int32)  # 8 for output 2
-    found = stored_formats.decode_awq(
-        qweight, qzeros, np.array([[1] * 8], np.float16), group_size=128
-    )
+    found = decode.decode_awq(qweight, qzeros, np.array([[1] * 8], np.float16), group_size=128)
     np.testing.assert_array_equal(found[:, 0], [0, 4, 1 - 8, 5, 2, 6, 3, 7])
 
 
@@ -103,7 +102,7 @@ def test_a_directory_is_the_model_of_its_decoded_weights(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "W4A16 asymmetric", "gptq", "awq"])
 def test_read_straight_into_shards(tmp_path, name, monkeypatch):
-    monkeypatch.setattr(encoded, "_CHUNK_ELEMENTS", 300)  # a few rows
+    monkeypatch.setattr(matrices, "_CHUNK_ELEMENTS", 300)  # a few rows
     hf, tensors, wide = directory(name)
     path = write(tmp_path / "model", hf, tensors)
     model = skv.load(path, mesh=make_mesh((2, 2)))
@@ -117,11 +116,11 @@ def test_parts_of_a_matrix_are_read_in_parts(tmp_path, monkeypatch):
     opened = open_any(write(tmp_path / "model", hf, tensors))
     assert isinstance(opened.reader, TensorReader)
     matrix = opened.reader.tensors["model.layers.1.mlp.down_proj.weight"]
-    assert isinstance(matrix, encoded.EncodedMatrix)
+    assert isinstance(matrix, matrices.EncodedMatrix)
     seen = {}
-    read = encoded.read_block
+    read = matrices.read_block
     monkeypatch.setattr(
-        encoded,
+        matrices,
         "read_block",
         lambda tensor, index: seen.setdefault(tensor.name, read(tensor, index)),
     )

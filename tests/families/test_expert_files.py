@@ -9,11 +9,11 @@ from safetensors.numpy import load_file, save_file
 
 import swiftkv_jax as skv
 from swiftkv_jax.checkpoints import open_any
-from swiftkv_jax.checkpoints.compressed_tensors import ROUTERS
 from swiftkv_jax.checkpoints.hf_config import config_from_hf
 from swiftkv_jax.checkpoints.hf_read import load_delta
 from swiftkv_jax.checkpoints.hf_write import base_model_digest
-from swiftkv_jax.checkpoints.quantization_config import read_quantization_config
+from swiftkv_jax.checkpoints.quantized.compressed_tensors import ROUTERS
+from swiftkv_jax.checkpoints.quantized.config import read_quantization_config
 from swiftkv_jax.convert import main as convert
 from swiftkv_jax.errors import CheckpointError, ConfigError
 from swiftkv_jax.model.quantization import Quantized

@@ -7,10 +7,11 @@ import pytest
 from safetensors.numpy import load_file
 
 import swiftkv_jax as skv
-from swiftkv_jax.checkpoints import encoded, open_any
+from swiftkv_jax.checkpoints import open_any
 from swiftkv_jax.checkpoints.hf_read import load_delta
 from swiftkv_jax.checkpoints.hf_write import base_model_digest
 from swiftkv_jax.checkpoints.interleaved import Interleaved, join_pairs, split_pairs
+from swiftkv_jax.checkpoints.quantized import matrices
 from swiftkv_jax.checkpoints.tensor_map import leaves
 from swiftkv_jax.convert import main as convert
 from swiftkv_jax.model.quantization import Quantized, dequantize
@@ -150,7 +151,7 @@ def test_eight_bits_stay(case, tmp_path):
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "W4A16 asymmetric", "MXFP4", "gptq", "awq"])
 def test_formats_that_are_decoded(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(encoded, "_CHUNK_ELEMENTS", 300)  # a few rows, less than a head
+    monkeypatch.setattr(matrices, "_CHUNK_ELEMENTS", 300)  # a few rows, less than a head
     config, encode = quantized_files.FORMATS[name]
     hf, tensors, wide = quantized("ernie4.5", encode, config, quantized_files.WIDE.get(name, ()))
     path = write_tensors(tmp_path / "model", hf, tensors)

@@ -1,22 +1,19 @@
-"""The metadata of a model in a GGUF file, and the fields of a `config.json` that every architecture
-makes from it. `gguf_architectures` has the others.
-
-Keys are those of llama.cpp's converter, and what stands for them in a `config.json` is what the
-converter reads. A key of the architecture that is not known is an error.
-"""
+"""The `config.json` that the model of a GGUF file would have, from its metadata: the fields that
+every architecture states; `families` has the others."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError
-from .gguf_file import GgufFile, StoredBlocks
-from .hf_rope import longrope_attention
-from .hf_values import shown
+from ...errors import ConfigError
+from ..families import ARCHITECTURES
+from ..families.fields import shown
+from ..families.gguf import Architecture, Metadata, shortest
+from ..families.layers import longrope_attention
+from .file import GgufFile
 
 _ROPE_FREQS = "rope_freqs.weight"
 _LONG = "rope_factors_long.weight"
@@ -24,99 +21,34 @@ _SHORT = "rope_factors_short.weight"
 ROPE_TENSORS = frozenset({_ROPE_FREQS, _LONG, _SHORT})
 """Tensors that say how positions rotate, and are no weights."""
 
-# Keys of every architecture, without its name.
-_COMMON = frozenset(
-    """
-    vocab_size context_length embedding_length block_count feed_forward_length
-    attention.head_count attention.head_count_kv attention.key_length attention.value_length
-    attention.layer_norm_rms_epsilon rope.freq_base rope.dimension_count rope.scaling.type
-    rope.scaling.factor rope.scaling.original_context_length rope.scaling.finetuned
-    rope.scaling.attn_factor rope.scaling.yarn_ext_factor rope.scaling.yarn_attn_factor
-    rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow rope.scale_linear
-    """.split()
-)
-# Keys with the values that change nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "attention.causal": (True,),
-    "attention.sliding_window": (0,),
-    "expert_count": (0,),
-    "expert_used_count": (0,),
-    "expert_shared_count": (0,),
-    "expert_gating_func": (1,),
-    "expert_weights_scale": (1.0, 0.0),
-    "nextn_predict_layers": (0,),
-    "pooling_type": (0,),
-    "use_parallel_residual": (False,),
-    "tensor_data_layout": ("Meta AI original pth",),
-    "rope.scaling.finetuned": (True,),
-}
+
+def architecture_of(file: GgufFile) -> tuple[str, Architecture]:
+    """The architecture, and its name. Raises `ConfigError` unless it is one of `ARCHITECTURES`."""
+    name = file.metadata.get("general.architecture")
+    kind = file.metadata.get("general.type")
+    if kind not in (None, "model"):
+        raise ConfigError(
+            f"general.type={shown(kind)}: not a model; give the GGUF file of the model itself"
+        )
+    if name not in ARCHITECTURES:
+        raise ConfigError(
+            f"general.architecture={shown(name)} is not supported; supported: "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    return name, ARCHITECTURES[name]
 
 
-class Metadata:
-    """The keys of a file's architecture, by their names without it. Those that were not asked for
-    are left over."""
-
-    def __init__(self, file: GgufFile, architecture: str) -> None:
-        self.tensors: Mapping[str, StoredBlocks] = file.tensors
-        self.prefix = f"{architecture}."
-        self.known: set[str] = {*_COMMON}
-        self.values = {
-            key.removeprefix(self.prefix): value
-            for key, value in file.metadata.items()
-            if key.startswith(self.prefix)
-        }
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """A value. Numbers of 32 bits have the fewest digits that tell them from others: 1e-05 is
-        stored as 9.999999747378752e-06."""
-        self.known.add(name)
-        value = self.values.get(name, default)
-        return shortest(value) if isinstance(value, float) else value
-
-    def integer(self, name: str, default: int | None = None) -> int:
-        """A whole number, which may stand once for each layer. Raises `ConfigError` if layers
-        differ, or if it is missing and there is no default."""
-        value = self.get(name, default)
-        if value is None:
-            raise ConfigError(f"missing: {self.prefix}{name}")
-        if isinstance(value, np.ndarray):
-            if len(value) == 0 or (value != value[0]).any():
-                raise ConfigError(
-                    f"{self.prefix}{name}={shown(value.tolist())} differs from layer to layer, "
-                    f"which is not supported"
-                )
-            value = value[0].item()
-        if type(value) is not int:
-            raise ConfigError(f"{self.prefix}{name}={shown(value)} must be an integer")
-        return value
-
-    def has(self, tensor: str) -> bool:
-        return tensor in self.tensors
-
-    def check(self) -> None:
-        """Raise `ConfigError` for a key that nothing has read and that could change the model."""
-        for name, value in self.values.items():
-            if name in self.known:
-                continue
-            if name not in _NEUTRAL:
-                raise ConfigError(
-                    f"unknown metadata {self.prefix}{name}={shown(value)}: it could change the "
-                    f"model; if it changes nothing, remove it by "
-                    f"{removal(self.prefix + name)}"
-                )
-            if value not in _NEUTRAL[name]:
-                raise ConfigError(
-                    f"{self.prefix}{name}={shown(value)} is not supported; supported: "
-                    f"{_NEUTRAL[name][0]!r}"
-                )
+def hf_fields(file: GgufFile) -> dict[str, Any]:
+    """The fields of a `config.json`, as transformers 4 spells them. Raises `ConfigError` for
+    metadata that would change the model and is not implemented."""
+    name, architecture = architecture_of(file)
+    found = Metadata(file.metadata, name, file.tensors)
+    fields = _common_fields(found) | architecture.read(found)
+    found.check()
+    return {key: value for key, value in fields.items() if value is not None}
 
 
-def removal(key: str) -> str:
-    """The command of the package gguf that copies a file without a key."""
-    return f"`gguf-new-metadata --remove-metadata {key} IN OUT`"
-
-
-def common_fields(found: Metadata) -> dict[str, Any]:
+def _common_fields(found: Metadata) -> dict[str, Any]:
     embedding = found.tensors.get("token_embd.weight")
     heads = found.integer("attention.head_count")
     if embedding is None:
@@ -236,9 +168,3 @@ def _longrope(found: Metadata, original: int | None) -> dict[str, Any]:
     if attention is not None and not math.isclose(attention, default, rel_tol=1e-6):
         scaling["attention_factor"] = attention
     return scaling
-
-
-def shortest(value: float) -> float:
-    """The number of the fewest digits that is this one in float32, if it is one."""
-    narrow = np.float32(value)
-    return float(str(narrow)) if float(narrow) == value else value

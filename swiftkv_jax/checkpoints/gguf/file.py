@@ -19,9 +19,9 @@ from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
-from ..errors import CheckpointError
-from .foreign import check_no_pointer
-from .interleaved import Interleaved, split_pairs
+from ...errors import CheckpointError
+from ..foreign import check_no_pointer
+from ..interleaved import Interleaved, split_pairs
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

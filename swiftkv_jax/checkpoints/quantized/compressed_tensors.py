@@ -14,10 +14,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import ConfigError
-from ..model.quantization import Format
-from .hf_values import shown
-from .weight_format import (
+from ...errors import ConfigError
+from ...model.quantization import Format
+from ..families.fields import shown
+from .formats import (
     Fields,
     Layout,
     QuantizationConfig,
@@ -32,8 +32,6 @@ ROUTERS = r"re:.*\.mlp\.gate$"
 # Names and patterns of modules that only images go through, and of nothing besides.
 _VISION = re.compile(r"\^?(\.\*)?(model\\?\.)?(vision_tower|multi_modal_projector)[\w.*\\$]*")
 _HEADS = {"lm_head", "language_model.lm_head", "re:.*lm_head", "re:.*lm_head.*"}
-SCALE_SUFFIX = "_scale"
-"""Suffix that turns a weight's name into its scale's."""
 
 # Bookkeeping: how the scales were found, by whom, and how much smaller the file became.
 _IRRELEVANT = frozenset({"observer", "observer_kwargs", "version", "global_compression_ratio"})

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import ConfigError
-from .gguf_config import removal, shortest
-from .gguf_pretokenizers import PreTokenizer, pre_tokenizer
-from .hf_values import shown
-from .spm_file import ModelFile
+from ...errors import ConfigError
+from ..families.fields import shown
+from ..families.gguf import removal, shortest
+from ..spm_file import ModelFile
+from .pretokenizers import PreTokenizer, pre_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

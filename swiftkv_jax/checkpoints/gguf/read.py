@@ -1,5 +1,5 @@
-"""Read a GGUF file as if it were a Hugging Face directory: `gguf_architectures` makes its
-config.json, `gguf_tensors` its tensors, and `gguf_tokenizer` its tokenizer's files."""
+"""Read a GGUF file as if it were a Hugging Face directory: `config` makes its config.json,
+`tensors` its tensors, and `tokenizer` its tokenizer's files."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from ..errors import ConfigError
-from ..model.config import Config
-from ..model.model import AuxiliaryFiles, Model
-from . import source
-from .auxiliary import load_tokenizer
-from .gguf_architectures import architecture_of, hf_fields
-from .gguf_file import GgufFile, is_model_name, one_of, read_gguf, shards
-from .gguf_tensors import read_tensors
-from .gguf_tokenizer import end_tokens, tokenizer_files
-from .hf_config import config_from_hf
-from .hf_read import source_of
-from .source import Quantization, Source
-from .tensor_map import leaves
+from ...errors import ConfigError
+from ...model.config import Config
+from ...model.model import AuxiliaryFiles, Model
+from .. import source
+from ..auxiliary import load_tokenizer
+from ..hf_config import config_from_hf
+from ..hf_read import source_of
+from ..source import Quantization, Source
+from ..tensor_map import leaves
+from .config import architecture_of, hf_fields
+from .file import GgufFile, is_model_name, one_of, read_gguf, shards
+from .tensors import read_tensors
+from .tokenizer import end_tokens, tokenizer_files
 
 
 def load_gguf(

@@ -3,7 +3,7 @@ the [outputs, inputs] values in float32.
 
 Every function takes whole tensors, or the part of each that belongs to some outputs and inputs:
 such a part is a smaller matrix in the same format, where the outputs and inputs begin at multiples
-of what the tensors join (`alignment` of `encoded.WeightFormat`).
+of what the tensors join (`alignment` of `formats.WeightFormat`).
 
 Packed integers stand in int32 words, `32 // bits` of them in each, the first in the lowest bits.
 `u` below is such an integer without a sign.

@@ -12,13 +12,12 @@ from typing import ClassVar
 import ml_dtypes
 import numpy as np
 
-from ..errors import CheckpointError
-from . import stored_formats
-from .gguf_file import GgufTensor
-from .safetensors_io import WIDE, Stored, read_block
-from .tensor_map import MappedLeaf, check_no_problems
-from .weight_format import QuantizationConfig, WeightFormat
-from .wrapped import TensorNames
+from ...errors import CheckpointError
+from ..gguf.file import GgufTensor
+from ..safetensors_io import WIDE, Stored, read_block
+from ..tensor_map import MappedLeaf, TensorNames, check_no_problems
+from . import decode
+from .formats import QuantizationConfig, WeightFormat
 
 _CHUNK_ELEMENTS = 4 * 2**20
 _ZEROS_OF_8 = 0x88888888  # a word of eight zeros of 4 bits
@@ -72,21 +71,21 @@ class EncodedMatrix:
         arrays = {name: self._read(name, part, rows, columns) for name, part in parts.items()}
         group_size = format.block[1]
         if format.layout == "scaled":
-            return stored_formats.decode_scaled(*arrays.values(), block=format.block)
+            return decode.decode_scaled(*arrays.values(), block=format.block)
         if format.layout == "packed":
-            return stored_formats.decode_packed(
+            return decode.decode_packed(
                 **arrays,
                 bits=format.bits,
                 group_size=group_size,
                 num_inputs=columns.stop - columns.start,
             )
         if format.layout == "mxfp4":
-            return stored_formats.decode_mxfp4(
+            return decode.decode_mxfp4(
                 **arrays, group_size=group_size, num_inputs=columns.stop - columns.start
             )
         if format.layout == "awq":
-            return stored_formats.decode_awq(**arrays, group_size=group_size)
-        return stored_formats.decode_gptq(
+            return decode.decode_awq(**arrays, group_size=group_size)
+        return decode.decode_gptq(
             **arrays, bits=format.bits, group_size=group_size, stored_zero=format.stored_zero
         )
 

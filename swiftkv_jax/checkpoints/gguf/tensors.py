@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..errors import CheckpointError
-from ..model.config import Config
-from .gguf_architectures import Architecture
-from .gguf_config import ROPE_TENSORS
-from .gguf_file import GgufFile, GgufTensor, StoredBlocks
-from .interleaved import Interleaved
-from .tensor_map import MappedLeaf, check_no_problems
+from ...errors import CheckpointError
+from ...model.config import Config
+from ..families.gguf import Architecture
+from ..interleaved import Interleaved
+from ..tensor_map import MappedLeaf, check_no_problems
+from .config import ROPE_TENSORS
+from .file import GgufFile, GgufTensor, StoredBlocks
 
 _OUTSIDE = {
     "model.embed_tokens": "token_embd",

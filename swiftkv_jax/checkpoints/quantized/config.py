@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import ConfigError
+from ...errors import ConfigError
+from ..families.fields import agreed, shown
 from .compressed_tensors import read_compressed_tensors
-from .hf_values import agreed, shown
-from .weight_format import (
+from .formats import (
     Fields,
     QuantizationConfig,
     WeightFormat,

@@ -8,12 +8,12 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from ..errors import ConfigError
-from ..model.quantization import Format
-from .hf_values import shown, unknown_field
+from ...errors import ConfigError
+from ...model.quantization import Format
+from ..families.fields import shown, unknown_field
 
 Layout = Literal["scaled", "packed", "mxfp4", "gptq", "awq"]
-"""Function of `stored_formats` that decodes a matrix."""
+"""Function of `decode` that decodes a matrix."""
 Fields = Mapping[str, Any]
 
 
