@@ -3,33 +3,48 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from .. import __version__
 from ..infer.engine.engine import Engine
 from ..infer.engine.grammar import Matcher
+from ..infer.structured.structured_outputs import GrammarCompiler
 from ..text.chat_messages import normalize_tools
-from .bodies.forms import Form, form_of
+from .bodies.forms import Form
 from .bodies.media import replace_media
 from .bodies.params import truncation_of
 from .bodies.template_options import template_options, variables_of
 from .errors import APIError, invalid, unsupported
 from .http.auth import Keys
 from .options import ServerOptions
-from .protocol import MAX_MESSAGES, ChatBody, CompletionBody, Sampling, TokenizeBody
+from .protocol import MAX_MESSAGES, ChatBody, TokenizeBody
 from .service.service import Service
-from .text.grammars import Compiler, GrammarQueue
-from .text.prompts import LONG, Prompt, PromptEncoder, Truncation
+from .text.grammar_process import CheckedCompiler
+from .text.grammars import GrammarQueue
+from .text.prompts import Prompt, PromptEncoder
 from .text.reasoning import Reasoning, reasoning_of
 from .text.token_text import TokenSpellings
-from .text.tool_formats import FORMATS, UNPARSED, ToolFormat, format_of
+from .text.tool_formats import ToolFormat, tool_format_of
 
-logger = logging.getLogger(__name__)
+
+class Loaded(NamedTuple):
+    """A loaded model, as a server needs it."""
+
+    engine: Engine
+    tokenizer: Any
+    sampling_defaults: Mapping[str, Any]
+    """Fields of `SamplingParams` for requests that leave them out."""
+    prefill_rate: float = 0.0
+    """Tokens/s, as measured before the first request; 0 if it is not known."""
+    compiler: GrammarCompiler | None = None
+    """Compiler for structured outputs; None refuses them."""
+    facts: Mapping[str, str] = {}
+    """Facts on which draws depend besides the engine's options: the digest of the weights, the
+    mesh, the kind of device."""
 
 
 class App:
@@ -40,9 +55,7 @@ class App:
         self.model_names = options.served_model_name or (model_name,)
         self.service = Service(options, self.model_names[0])
         self.keys = Keys(options.api_keys)
-        self.allowed_hosts: frozenset[str] | None = None
-        if options.allowed_hosts is not None:
-            self.allowed_hosts = frozenset(host.lower() for host in options.allowed_hosts)
+        self.allowed_hosts = frozenset(host.lower() for host in options.allowed_hosts or ())
         self.created = int(time.time())
         self.max_body_size = options.body_limit(0)
         self.scoring = False
@@ -50,24 +63,24 @@ class App:
         self.sampling_defaults: Mapping[str, Any] = {}
         self.tokenizer: Any = None
         self.encoder: PromptEncoder
+        self.grammars: GrammarQueue | None = None
+        """Compiler of grammars; None refuses them."""
         self.reasoning: Reasoning | None = None
+        self.tool_format: ToolFormat | None = None
+        """Format of calls; None refuses tools."""
 
-    def prepare(
-        self,
-        engine: Engine,
-        tokenizer: Any,
-        sampling_defaults: Mapping[str, Any],
-        compiler: Compiler | None,
-        facts: Mapping[str, str],
-    ) -> None:
+    def prepare(self, loaded: Loaded) -> None:
         """Make what requests need besides the service, in the thread that has loaded the model: it
-        takes a moment. The arguments are those of `Loaded`."""
+        takes a moment."""
+        engine = loaded.engine
         options = engine.options
+        tokenizer = loaded.tokenizer
+        template = str(getattr(tokenizer, "chat_template", None) or "")
         self.tokenizer = tokenizer
-        self.sampling_defaults = sampling_defaults
+        self.sampling_defaults = loaded.sampling_defaults
         self.max_body_size = self.options.body_limit(engine.max_model_len)
         self.scoring = options.scoring
-        self.fingerprint = system_fingerprint(engine, facts)
+        self.fingerprint = system_fingerprint(engine, loaded.facts)
         self.encoder = PromptEncoder(
             tokenizer,
             max_model_len=engine.max_model_len,
@@ -75,11 +88,9 @@ class App:
             page_size=engine.model_runner.shapes.page_size,
             caching=options.enable_prefix_caching,
         )
-        self.grammars: GrammarQueue | None = None
-        """Compiler of grammars; None refuses them."""
-        if compiler is not None:
+        if loaded.compiler is not None:
+            compiler = CheckedCompiler(loaded.compiler)
             self.grammars = GrammarQueue(compiler, queue_timeout=self.options.queue_timeout)
-        template = str(getattr(tokenizer, "chat_template", None) or "")
         self.template_variables = variables_of(template)
         self.reasoning = reasoning_of(
             self.options.reasoning_parser,
@@ -88,20 +99,9 @@ class App:
             vocab_size=engine.config.vocab_size,
             eos_token_ids=engine.eos_token_ids,
         )
-        chosen = self.options.tool_call_parser
-        asked = None
         if "tools" in self.template_variables:
-            asked = format_of(template)
-        self.tool_format: ToolFormat | None = None
-        """Format of calls; None refuses tools."""
-        if asked is not None and chosen != "none":
-            self.tool_format = ToolFormat.of(asked if chosen == "auto" else chosen, tokenizer)
-            if self.tool_format.name == UNPARSED:
-                logger.warning(
-                    "calls of tools come as text: the chat template asks for them in a format that "
-                    "is not parsed; `tool_call_parser` chooses one of %s",
-                    ", ".join(FORMATS),
-                )
+            parser = self.options.tool_call_parser
+            self.tool_format = tool_format_of(parser, tokenizer, template)
         self.spellings = TokenSpellings(tokenizer)
         self.spellings_as_ids = TokenSpellings(tokenizer, as_ids=True)
 
@@ -126,11 +126,8 @@ class App:
             raise unsupported(
                 "messages", "this model has no chat template: use /v1/completions, or a chat model"
             )
-        generation_prompt = body.add_generation_prompt
         go_on = bool(body.continue_final_message)
-        if generation_prompt is None:
-            generation_prompt = not go_on
-        if generation_prompt and go_on:
+        if body.add_generation_prompt and go_on:
             raise invalid(
                 "continue_final_message",
                 "`continue_final_message` and `add_generation_prompt` exclude each other",
@@ -141,39 +138,31 @@ class App:
             self.options.chat_template_kwargs,
             reasons=self.reasoning is not None,
         )
+        truncation = None
+        if isinstance(body, ChatBody):
+            truncation = truncation_of(body, self.service.max_model_len)
         body.messages = replace_media(body.messages)
         return await self.encoder.encode_chat(
             body.messages,
             variables=variables,
             num_bytes=num_bytes,
             salt=salt,
-            add_generation_prompt=generation_prompt,
+            add_generation_prompt=not go_on and body.add_generation_prompt is not False,
             continue_final_message=go_on,
             counting=counting,
             add_special_tokens=bool(body.add_special_tokens),
-            truncation=self.truncation_of(body) if isinstance(body, ChatBody) else None,
+            truncation=truncation,
             tools=normalize_tools(msgspec.to_builtins(body.tools)),
         )
 
-    def truncation_of(self, body: ChatBody | CompletionBody) -> Truncation | None:
-        """Return how the prompts of a body are shortened. Raises `APIError`."""
-        return truncation_of(body, self.service.max_model_len)
-
-    async def form_of(self, body: Sampling, tool_format: ToolFormat | None, num_bytes: int) -> Form:
-        """The form that a body of some `num_bytes` asks for: schemas of a megabyte take a tenth of
-        a second to read. Raises `APIError`."""
-        if num_bytes <= LONG:
-            return form_of(body, tool_format)
-        return await self.encoder.in_thread(lambda: form_of(body, tool_format), num_bytes)
-
-    async def compile_grammar(self, form: Form) -> Matcher | None:
+    async def matcher_of(self, form: Form) -> Matcher | None:
         """Return the matcher that keeps an answer in its form; None for free text. Raises
         `APIError`."""
-        if (grammar := form.grammar) is None:
+        if form.grammar is None:
             return None
         if self.grammars is None:
             raise unsupported(form.param, f"`{form.param}`: this server follows no grammars")
-        return await self.grammars.compile(grammar, form.param)
+        return await self.grammars.matcher_of(form.grammar, form.param)
 
     def close(self) -> bool:
         """End the threads that make prompts and grammars; False if a grammar is still compiled."""

@@ -22,9 +22,10 @@ from ..cli.model_loading import setup_model_devices
 from ..cli.model_options import ModelOptions
 from ..infer.engine.options import EngineOptions
 from ..process.distributed import coordinator_host, run_on_process_0
+from .app import Loaded
 from .distributed.follower import Follower, connect, ignore_signals
 from .distributed.followers import Followers, accept_followers, listen
-from .server import Loaded, Report
+from .server import Report
 from .text.token_text import TokenSpellings
 
 SECRET_BYTES = 32

@@ -4,6 +4,7 @@ it is, and after a signal lets what was admitted end."""
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import faulthandler
 import functools
@@ -14,24 +15,21 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import uvicorn
 
 from ..cli import ERROR, INTERRUPTED, OK, OUT_OF_MEMORY
 from ..errors import OutOfMemoryError, UsageError
-from ..infer.engine.engine import Engine
-from ..infer.structured.structured_outputs import GrammarCompiler
 from .api.routes import asgi
-from .app import App
+from .app import App, Loaded
 from .distributed.followers import Followers
 from .http.auth import Keys
 from .http.connection import with_options
 from .options import ServerOptions
 from .service.load_log import log_load
-from .text.grammar_process import CheckedCompiler
 
 logger = logging.getLogger(__name__)
 
@@ -40,22 +38,6 @@ class Report(Protocol):
     """Reports the progress of a start: the phase, and how many programs of all are compiled."""
 
     def __call__(self, phase: str, done: int = 0, total: int = 0) -> None: ...
-
-
-class Loaded(NamedTuple):
-    """A loaded model, as a server needs it."""
-
-    engine: Engine
-    tokenizer: Any
-    sampling_defaults: Mapping[str, Any]
-    """Fields of `SamplingParams` for requests that leave them out."""
-    prefill_rate: float = 0.0
-    """Tokens/s, as measured before the first request; 0 if it is not known."""
-    compiler: GrammarCompiler | None = None
-    """Compiler for structured outputs; None refuses them."""
-    facts: Mapping[str, str] = {}
-    """Facts on which draws depend besides the engine's options: the digest of the weights, the
-    mesh, the kind of device."""
 
 
 BACKLOG = 2048
@@ -187,10 +169,10 @@ async def serve(
         sys.setswitchinterval(SWITCH_SECONDS)
         app.service.open(loaded.engine, loaded.prefill_rate, followers)
         logger.info("%s is ready", app.model_names[0])
-        failed = asyncio.ensure_future(_failure(app))
+        failed = asyncio.ensure_future(app.service.failed.wait())
         tasks += [failed, asyncio.ensure_future(log_load(app.service))]
         await asyncio.wait([closing, failed], return_when=asyncio.FIRST_COMPLETED)
-        if app.service.state == "failed":
+        if app.service.failure is not None:
             await asyncio.sleep(0.2)  # errors are sent
         server.should_exit = True
         await web
@@ -211,24 +193,25 @@ def _load_all(app: App, load: Callable[[Report], Loaded]) -> Loaded:
     """Load the model and prepare the application for it: in a thread."""
 
     def report(phase: str, done: int = 0, total: int = 0) -> None:
-        count = {"done": done, "total": total} if total else {}
-        app.service.start = {"phase": phase, **count}
+        app.service.start = {"phase": phase}
+        if total:
+            app.service.start |= {"done": done, "total": total}
 
     found = load(report)
-    compiler = found.compiler and CheckedCompiler(found.compiler)
-    app.prepare(found.engine, found.tokenizer, found.sampling_defaults, compiler, found.facts)
+    app.prepare(found)
     return found
 
 
 async def _stop_engine(app: App, followers: Followers | None) -> int:
     """End the engine's thread and the pools; returns the exit code. If something does not end in
     time, the process does, here."""
+    failure = app.service.failure
     code = OK
-    if app.service.state == "failed":
-        code = OUT_OF_MEMORY if _is_out_of_memory(app.service.failure) else ERROR
+    if failure is not None:
+        code = OUT_OF_MEMORY if _is_out_of_memory(failure) else ERROR
     stop = functools.partial(app.service.engine.stop, STOP_SECONDS)  # type: ignore[union-attr]
     if not await asyncio.get_running_loop().run_in_executor(None, stop):
-        if not isinstance(app.service.failure, ConnectionError):
+        if not isinstance(failure, ConnectionError):
             faulthandler.dump_traceback(all_threads=True)
         _end(code or ERROR, followers)  # the step that hangs will not end
     if not app.close() or (followers is not None and code):
@@ -261,22 +244,22 @@ class _Stopping:
             service.state = "draining"
             return
         service.is_shutting_down = True
-        await self._until(options.shutdown_delay, None)
+        await _first(options.shutdown_delay, self._second.wait())
         logger.info("shutting down: %d requests are unfinished", service.num_admitted)
         service.state = "draining"
         service.stop_reading()
-        await self._until(options.shutdown_timeout, service.idle)
+        await _first(options.shutdown_timeout, self._second.wait(), service.idle.wait())
         if not service.idle.is_set():
             service.abort_all()
-            await self._until(5.0, service.idle)
+            await _first(5.0, self._second.wait(), service.idle.wait())
 
-    async def _until(self, seconds: float, event: asyncio.Event | None) -> None:
-        """Wait for a second signal, so many seconds, or the event."""
-        waits = [asyncio.ensure_future(one.wait()) for one in (self._second, event) if one]
-        if seconds > 0 or event is not None:
-            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
+
+async def _first(seconds: float, *events: Coroutine[Any, Any, Any]) -> None:
+    """Wait for one of some events, for so many seconds at most."""
+    waits = [asyncio.ensure_future(event) for event in events]
+    await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
 
 
 def _reload_keys(app: App, read_keys: Callable[[], Mapping[str, str]]) -> None:
@@ -289,12 +272,6 @@ def _reload_keys(app: App, read_keys: Callable[[], Mapping[str, str]]) -> None:
         return
     app.keys = Keys(keys)
     logger.info("keys read again: %s", ", ".join(keys))
-
-
-async def _failure(app: App) -> None:
-    """Return when the engine has failed."""
-    while app.service.state != "failed":
-        await asyncio.sleep(0.1)
 
 
 def _watch_ended(app: App, watching: asyncio.Future[None]) -> None:
@@ -322,31 +299,19 @@ def _end(code: int, followers: Followers | None) -> NoReturn:
     os._exit(code)
 
 
-def _is_out_of_memory(error: BaseException | None) -> bool:
+def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, OutOfMemoryError | MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _in_thread[T](work: Callable[[], T]) -> asyncio.Future[T]:
     """Result of `work` in a thread that does not hold up the end of the process."""
-    loop = asyncio.get_running_loop()
-    result = asyncio.get_running_loop().create_future()
+    result = concurrent.futures.Future[T]()
 
     def run() -> None:
         try:
-            value = work()
+            result.set_result(work())
         except BaseException as error:
-            loop.call_soon_threadsafe(_set, result, None, error)
-        else:
-            loop.call_soon_threadsafe(_set, result, value, None)
+            result.set_exception(error)
 
     threading.Thread(target=run, name="start of the engine", daemon=True).start()
-    return result
-
-
-def _set(result: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
-    if result.done():
-        return
-    if error is None:
-        result.set_result(value)
-    else:
-        result.set_exception(error)
+    return asyncio.wrap_future(result)

@@ -15,8 +15,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from swiftkv_jax.infer.structured.structured_outputs import GrammarCompiler
+from swiftkv_jax.serve import app as app_module
 from swiftkv_jax.serve import server
-from swiftkv_jax.serve.app import App
+from swiftkv_jax.serve.app import App, Loaded
 from swiftkv_jax.serve.options import ServerOptions
 from tests.infer import mock_model_runner
 from tests.infer.conftest import checkpoint, compilations, greedy
@@ -76,7 +77,7 @@ def make_tagged_tokenizer(*tags: str, special: bool = False, template: str = TEM
 
 def mock_loaded(
     engine: dict[str, Any] | None = None, step_seconds: float = 0.0, tokenizer: Any = None
-) -> tuple[server.Loaded, MockModelRunner]:
+) -> tuple[Loaded, MockModelRunner]:
     """An engine without a model, with options of `mock_engine`, whose decode calls take
     `step_seconds`; and its model runner."""
     usual = {"structured_outputs": True, "max_model_len": 256, "num_pages": 512}
@@ -92,7 +93,7 @@ def mock_loaded(
     compiler = None
     if made.options.structured_outputs:
         compiler = GrammarCompiler(tokenizer, vocab_size=VOCAB, eos_token_ids=[END])
-    return server.Loaded(made, tokenizer, {"temperature": 1.0}, 0.0, compiler), runner
+    return Loaded(made, tokenizer, {"temperature": 1.0}, 0.0, compiler), runner
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +189,7 @@ def start() -> Iterator[Start]:
     model that loads, and the server is not ready before it returns. Grammars are compiled without
     the process that tries them, unless `checks_grammars`. `listener` is another socket."""
     started: list[Running] = []
-    checked = server.CheckedCompiler
+    checked = app_module.CheckedCompiler
 
     def begin(
         *,
@@ -201,7 +202,8 @@ def start() -> Iterator[Start]:
         listener: socket.socket | None = None,
         **options: Any,
     ) -> Running:
-        patch.setattr(server, "CheckedCompiler", checked if checks_grammars else UncheckedCompiler)
+        compiler = checked if checks_grammars else UncheckedCompiler
+        patch.setattr(app_module, "CheckedCompiler", compiler)
         loaded, runner = mock_loaded(engine, step_seconds, tokenizer)
         listener = listener or server.listen("127.0.0.1", 0)
         if send_buffer is not None:
@@ -209,7 +211,7 @@ def start() -> Iterator[Start]:
         apps: list[tuple[App, Callable[[], None]]] = []
         code: list[int] = []
 
-        def load(report: server.Report) -> server.Loaded:
+        def load(report: server.Report) -> Loaded:
             if on_load is not None:
                 on_load(report)
             return loaded

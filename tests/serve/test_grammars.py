@@ -1,19 +1,18 @@
 """Compiling of grammars: who leaves, who takes long, who asks for the same again."""
 
 import asyncio
-import concurrent.futures
 import threading
 import time
+from typing import Any
 
 import pytest
 
 from swiftkv_jax.infer.structured.structured_outputs import json_grammar
-from swiftkv_jax.serve import app
+from swiftkv_jax.serve.api import generate
 from swiftkv_jax.serve.text import grammars
 from swiftkv_jax.serve.text.grammar_process import COMPILE_SECONDS
 from swiftkv_jax.serve.text.grammars import MAX_CACHED, WORKERS, GrammarQueue
 from swiftkv_jax.serve.text.prompts import LONG
-from swiftkv_jax.serve.text.workers import Workers
 from tests.serve.test_ends import connect
 
 BODY = {"prompt": "hello", "max_tokens": 5}
@@ -40,7 +39,7 @@ class Slow:
 @pytest.fixture
 def slow(running, compiler):
     """The compiler of `running`."""
-    made = Slow(compiler.compile_grammar)
+    made: Any = Slow(compiler.compile_grammar)
     kept = running.app.grammars
     running.app.grammars = GrammarQueue(made, queue_timeout=20.0)
     yield made
@@ -90,18 +89,18 @@ def test_a_grammar_that_takes_long_is_refused(start):
         assert b'"param":"structured_outputs"' in answer and b"invalid_grammar" in answer
         one.close()
     assert time.monotonic() - begun < COMPILE_SECONDS + 3
-    running.until(lambda: not running.app.grammars._workers.num_running)
+    running.until(lambda: not running.app.grammars.is_busy)
 
 
 def test_long_schemas_are_read_in_a_thread(running, monkeypatch):
     """So that no other request waits."""
-    threads, read = [], app.form_of
+    threads, read = [], generate.form_of
 
     def noting(*arguments):
         threads.append(threading.current_thread().name)
         return read(*arguments)
 
-    monkeypatch.setattr(app, "form_of", noting)
+    monkeypatch.setattr(generate, "form_of", noting)
     for length in (10, LONG):
         schema = {"type": "object", "description": "x" * length}
         form = {"structured_outputs": {"json": schema}}
@@ -112,15 +111,15 @@ def test_long_schemas_are_read_in_a_thread(running, monkeypatch):
 
 def test_each_waits_for_a_turn_by_its_own_time(compiler):
     """Who joins another has not waited as long."""
-    slow = Slow(compiler.compile_grammar)
+    slow: Any = Slow(compiler.compile_grammar)
 
     async def run() -> None:
         queue, good = GrammarQueue(slow, queue_timeout=1.0), json_grammar(True)
-        busy = [asyncio.ensure_future(queue.compile(str(n), "p")) for n in range(WORKERS)]
+        busy = [asyncio.ensure_future(queue.matcher_of(str(n), "p")) for n in range(WORKERS)]
         await asyncio.sleep(0.05)
-        first = asyncio.ensure_future(queue.compile(good, "p"))
+        first = asyncio.ensure_future(queue.matcher_of(good, "p"))
         await asyncio.sleep(0.7)
-        second = asyncio.ensure_future(queue.compile(good, "p"))
+        second = asyncio.ensure_future(queue.matcher_of(good, "p"))
         with pytest.raises(grammars.APIError) as caught:
             await first
         assert (caught.value.status, caught.value.code) == (408, "queue_timeout")
@@ -135,15 +134,15 @@ def test_each_waits_for_a_turn_by_its_own_time(compiler):
 
 
 def test_waiting_for_a_turn_has_an_end(compiler):
-    slow = Slow(compiler.compile_grammar)
+    slow: Any = Slow(compiler.compile_grammar)
 
     async def run() -> None:
         queue = GrammarQueue(slow, queue_timeout=0.2)
-        busy = [asyncio.ensure_future(queue.compile(str(n), "p")) for n in range(WORKERS)]
+        busy = [asyncio.ensure_future(queue.matcher_of(str(n), "p")) for n in range(WORKERS)]
         await asyncio.sleep(0.05)
         with pytest.raises(grammars.APIError) as caught:
             async with asyncio.timeout(3):
-                await queue.compile("another", "p")
+                await queue.matcher_of("another", "p")
         assert (caught.value.status, caught.value.code) == (408, "queue_timeout")
         for one in busy:
             one.cancel()
@@ -170,54 +169,31 @@ def test_equal_grammars_are_compiled_once_and_few_are_kept(running, slow):
 
 def test_those_who_ask_at_once_wait_for_one_compilation(compiler):
     """It goes on for those that stay, and ends with the last that leaves."""
-    slow = Slow(compiler.compile_grammar)
+    slow: Any = Slow(compiler.compile_grammar)
 
     async def run() -> None:
         queue = GrammarQueue(slow, queue_timeout=20.0)
         good = json_grammar(True)
-        asking = [asyncio.ensure_future(queue.compile(good, "p")) for _ in range(3)]
-        busy = asyncio.ensure_future(queue.compile("busy", "p"))  # the threads have no room now
-        left = [asyncio.ensure_future(queue.compile("left", "p")) for _ in range(2)]
-        bad = [asyncio.ensure_future(queue.compile("bad", name)) for name in "qr"]
+        asking = [asyncio.ensure_future(queue.matcher_of(good, "p")) for _ in range(3)]
+        busy = asyncio.ensure_future(queue.matcher_of("busy", "p"))  # the threads have no room now
+        left = [asyncio.ensure_future(queue.matcher_of("left", "p")) for _ in range(2)]
+        bad = [asyncio.ensure_future(queue.matcher_of("bad", name)) for name in "qr"]
         await asyncio.sleep(0.1)
         for one in (asking[0], busy, *left):
             one.cancel()
         await asyncio.sleep(0.1)
         slow.go.set()
         first, second = await asyncio.gather(*asking[1:])
-        assert first is second is await queue.compile(good, "p")
+        assert first is second is await queue.matcher_of(good, "p")
         errors = await asyncio.gather(*bad, return_exceptions=True)
         assert [error.param for error in errors] == ["q", "r"]  # type: ignore[union-attr]
         assert slow.begun.count(good) == slow.begun.count("bad") == 1 and "left" not in slow.begun
         assert not queue._compiling
         with pytest.raises(grammars.APIError):  # a failure is not kept
-            await queue.compile("bad", "s")
+            await queue.matcher_of("bad", "s")
         assert slow.begun.count("bad") == 2
 
     try:
         asyncio.run(run())
     finally:
         slow.go.set()
-
-
-def test_a_thread_that_is_busy_for_nobody_counts():
-    """So that the others stay free."""
-
-    async def run() -> tuple[float, list[str]]:
-        done: list[str] = []
-
-        def work(name: str) -> None:
-            time.sleep(0.3)
-            done.append(name)
-
-        with concurrent.futures.ThreadPoolExecutor(4) as pool:
-            workers = Workers(pool, 1)
-            left = await workers.start(lambda: work("left"))
-            await asyncio.sleep(0.05)
-            left.cancel()
-            begun = time.monotonic()
-            await (await workers.start(lambda: work("next")))
-            return time.monotonic() - begun, done
-
-    seconds, done = asyncio.run(run())
-    assert done == ["left", "next"] and seconds > 0.5

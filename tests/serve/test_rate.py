@@ -5,6 +5,7 @@ import math
 import types
 
 from swiftkv_jax.serve.options import ServerOptions
+from swiftkv_jax.serve.service.histogram import RecentRate
 from swiftkv_jax.serve.service.service import Service
 from tests.infer.mock_model_runner import mock_engine
 
@@ -61,10 +62,10 @@ def test_requests_of_several_samples_wait_for_as_many_slots():
         service.admission.tokens = 90
         for samples, rate in ((3, 1000.0), (2, 10.0)):
             parts = [types.SimpleNamespace(choices=[None] * samples)]
-            service._prefilled.clear()
+            service._prefilled = RecentRate(30)
             for second in range(3):
                 snapshot.stats.prefilled_tokens += 10
-                one = types.SimpleNamespace(parts=parts, arrival=0.0, timeout=None)
+                one = types.SimpleNamespace(parts=parts)
                 service._admitted = [one]  # type: ignore[assignment]
                 service._measure_rate(float(second))
             assert service.prefill_rate == rate

@@ -240,7 +240,7 @@ def test_first_tokens_come_before_those_of_the_rows_that_run(start, monkeypatch)
         on_events(events)
 
     def pushed(generation, part, event):
-        steps[-1].append(generation.first_token > 0)
+        steps[-1].append(generation.times.first_token > 0)
         return push(generation, part, event)
 
     running.app.service._on_events = stepped

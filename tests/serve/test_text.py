@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 from swiftkv_jax import demo
 from swiftkv_jax.infer.engine.requests import Logprob, Request, RequestOutput, Timing
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
-from swiftkv_jax.serve.api.answers import CompletionLogprobs
+from swiftkv_jax.serve.api.logprobs import CompletionLogprobs
 from swiftkv_jax.serve.service.generation import Choice
 from swiftkv_jax.serve.text.token_text import TokenSpellings
 

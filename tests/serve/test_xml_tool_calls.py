@@ -9,7 +9,7 @@ import pytest
 
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.serve.bodies.call_grammars import calls_grammar
-from swiftkv_jax.serve.text.tool_formats import ToolFormat
+from swiftkv_jax.serve.text.tool_formats import ToolFormat, tool_format_of
 from swiftkv_jax.serve.text.xml_tool_calls import XMLToolCallParser
 from tests.infer.test_grammar_tokenizer import byte_level, made, walk
 from tests.serve.conftest import TEMPLATE, make_tagged_tokenizer
@@ -243,7 +243,9 @@ def check(found: dict) -> None:
 def test_forced_calls_are_read_back_as_their_schemas_say():
     model = made(byte_level())
     for tokenizer in (model[0], None):
-        lark = calls_grammar({"f": FORCED}, ToolFormat.of("qwen3_coder", tokenizer), single=True)
+        form = tool_format_of("qwen3_coder", tokenizer, "tools")
+        assert form is not None
+        lark = calls_grammar({"f": FORCED}, form, single=True)
         for seed in range(15):
             text, _ = walk(model, lark, seed)
             parser = XMLToolCallParser({"f": FORCED}, forced=True)

@@ -15,7 +15,7 @@ from ..app import App
 from ..bodies.decoding import convert
 from ..bodies.forms import check_takes_tools
 from ..bodies.media import first_said_now, text_in_place_of
-from ..bodies.params import refuse_fields, refuse_unsupported
+from ..bodies.params import refuse_fields
 from ..errors import invalid, renaming, unsupported
 from ..http.exchange import HTTPExchange
 from ..protocol import (
@@ -124,7 +124,6 @@ async def _prepare(
 ) -> tuple[Generation, MessageWriter]:
     chat, places, tools = _chat(app, exchange, body)
     with renaming(_NAMES, places, tools.places):
-        refuse_unsupported(chat)
         generation, _ = await chat_generation(app, exchange, chat, reservation)
     model = body.model or app.model_names[0]
     manages = body.context_management is not None

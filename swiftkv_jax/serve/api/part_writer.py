@@ -10,8 +10,7 @@ from ..http.exchange import HTTPExchange
 from ..service.generation import Choice, Generation, TextDelta
 from ..text.call_parser import ToolCallDelta
 from ..text.reasoning import ReasoningDelta
-from .generate import server_timing
-from .run import changes
+from .run import changes, send_events, send_whole
 
 TextKind = Literal["text", "reasoning"]
 
@@ -121,7 +120,9 @@ async def answer_in_parts(
     (part,) = generation.parts
     (choice,) = part.choices
     exchange.error_events = writer.fail
-    silence = app.options.sse_keep_alive if body.stream else None
+    silence = None
+    if body.stream:
+        silence = app.options.sse_keep_alive
     async for _ in changes(exchange, generation, silence=silence):
         if not choice.is_ready:
             continue
@@ -129,9 +130,6 @@ async def answer_in_parts(
         if generation.is_done:
             events += writer.end(generation, choice)
         if body.stream and events:
-            if not exchange.status:
-                exchange.extra["server-timing"] = server_timing(generation, whole=False)
-            await exchange.send_events(events, more=not generation.is_done)
+            await send_events(exchange, generation, events, more=not generation.is_done)
     if not body.stream:
-        exchange.extra["server-timing"] = server_timing(generation)
-        await exchange.send_json(200, writer.answer)
+        await send_whole(exchange, generation, writer.answer)

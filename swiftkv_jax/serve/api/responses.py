@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from ..app import App
-from ..bodies.params import refuse_fields, refuse_unsupported
+from ..bodies.params import refuse_fields
 from ..errors import PromptTooLong, invalid, renaming, unsupported
 from ..http.exchange import HTTPExchange
 from ..protocol import (
@@ -95,7 +95,6 @@ async def _prepare(
     writer = ResponseWriter(_echo(body) | facts, tools.namespaced)
     try:
         with renaming(_NAMES, items, tools.places):
-            refuse_unsupported(chat)
             generation, params = await chat_generation(app, exchange, chat, reservation)
     except PromptTooLong:
         if body.stream:  # as at OpenAI: Codex looks for this error in the stream alone

@@ -145,7 +145,7 @@ class Endpoint:
     def _check_host(self, exchange: HTTPExchange) -> None:
         """A web page whose name resolves to a loopback address must not reach the server."""
         allowed = self._app.allowed_hosts
-        if allowed is None or b"host" not in exchange.headers:  # only HTTP/1.0 may leave it out
+        if not allowed or b"host" not in exchange.headers:  # only HTTP/1.0 may leave it out
             return
         host = exchange.headers[b"host"].decode("latin-1")
         name = host.partition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]

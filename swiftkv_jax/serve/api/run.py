@@ -7,6 +7,7 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
 
 from ..app import App
 from ..bodies.decoding import decode
@@ -85,8 +86,9 @@ async def counted_body[B: Body](
 
 async def _in_time[T](exchange: HTTPExchange, limit: float, work: Awaitable[T]) -> T:
     """Return the result of `work`. Raises `APIError` after `limit` seconds from the arrival."""
-    left = exchange.arrival + limit - time.monotonic()
-    scope = asyncio.timeout(left if left < math.inf else None)
+    scope = asyncio.timeout(None)
+    if limit < math.inf:
+        scope = asyncio.timeout(exchange.arrival + limit - time.monotonic())
     try:
         async with scope:
             return await work
@@ -202,6 +204,22 @@ class _SilenceTimer:
         self._handle = self._loop.call_later(left, self._check)
 
 
+async def send_events(
+    exchange: HTTPExchange, generation: Generation, events: bytes, *, more: bool
+) -> None:
+    """Send events of a stream. The first ones bring the times so far in a header. Raises
+    `ClientGone`."""
+    if not exchange.status:
+        exchange.extra["server-timing"] = generation.times.server_timing(whole=False)
+    await exchange.send_events(events, more=more)
+
+
+async def send_whole(exchange: HTTPExchange, generation: Generation, answer: Any) -> None:
+    """Send a whole answer, with its times in a header. Raises `ClientGone`."""
+    exchange.extra["server-timing"] = generation.times.server_timing(whole=True)
+    await exchange.send_json(200, answer)
+
+
 async def until_done(exchange: HTTPExchange, generation: Generation) -> None:
     """Wait for all that was asked for. Raises `APIError` and `ClientGone`."""
     async for _ in changes(exchange, generation):
@@ -213,7 +231,9 @@ def _beginning(generation: Generation, limit: int) -> str:
     if not generation.prompts:
         return ""
     token_ids, _, text = generation.prompts[0]
-    return printable(str(token_ids[:limit].tolist()) if text is None else text, limit)
+    if text is None:
+        text = str(token_ids[:limit].tolist())
+    return printable(text, limit)
 
 
 def _log(exchange: HTTPExchange, generation: Generation) -> None:
@@ -224,9 +244,5 @@ def _log(exchange: HTTPExchange, generation: Generation) -> None:
         "cached_tokens": generation.num_cached_tokens,
         "completion_tokens": generation.num_tokens,
         "finish_reasons": reasons,
+        **generation.times.log_fields(),
     }
-    if generation.first_token:
-        exchange.log |= {
-            "queue_ms": round(1e3 * (generation.started - generation.arrival), 1),
-            "ttft_ms": round(1e3 * (generation.first_token - generation.arrival), 1),
-        }

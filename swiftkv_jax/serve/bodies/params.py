@@ -107,10 +107,12 @@ def sampling_params(
 ) -> SamplingParams:
     """The parameters of a body whose longest prompt has `prompt_tokens`. `defaults` are fields of
     `SamplingParams` for what it leaves out. Raises `APIError`."""
-    names = {"max_tokens": "max_tokens"}
+    names: dict[str, str] = {}
     given: dict[str, Any] = {
         name: value for name in _AS_GIVEN if (value := getattr(body, name)) is not None
     }
+    max_tokens = "max_tokens"
+    too_long = "prompt"
     room = max_model_len - prompt_tokens
     limit = options.max_tokens_limit
     if isinstance(body, ChatBody):
@@ -120,8 +122,9 @@ def sampling_params(
             if (logprobs := _logprobs(body)) is not None:
                 tokens = min(tokens, MAX_LOGPROB_ENTRIES // ((body.n or 1) * (logprobs + 1)))
             tokens = max(tokens, 1)
+        too_long = "messages"
         if body.max_completion_tokens is not None:
-            names["max_tokens"] = "max_completion_tokens"
+            max_tokens = names["max_tokens"] = "max_completion_tokens"
     else:
         tokens = body.max_tokens
         if tokens is None:
@@ -129,27 +132,28 @@ def sampling_params(
         if tokens == 0 and not body.echo:
             raise invalid("max_tokens", "`max_tokens`=0 needs `echo`")
     if limit is not None and tokens > limit:
-        raise invalid(
-            names["max_tokens"],
-            f"`{names['max_tokens']}`={tokens} is above the server's limit of {limit}",
-        )
+        message = f"`{max_tokens}`={tokens} is above the server's limit of {limit}"
+        raise invalid(max_tokens, message)
     if prompt_tokens + tokens > max_model_len:
-        is_chat = isinstance(body, ChatBody)
-        too_long = "messages" if is_chat else "prompt"
         raise PromptTooLong(
-            names["max_tokens"] if room > 0 else too_long,
+            max_tokens if room > 0 else too_long,
             prompt_tokens=prompt_tokens,
             limit=max_model_len,
             new_tokens=tokens,
-            is_chat=is_chat,
+            is_chat=isinstance(body, ChatBody),
         )
-    echo_alone = tokens == 0 and isinstance(body, CompletionBody)
-    given["max_tokens"] = 1 if echo_alone else tokens
+    given["max_tokens"] = tokens
+    if tokens == 0 and isinstance(body, CompletionBody):
+        given["max_tokens"] = 1  # nothing is generated: the prompt is echoed
     given["min_tokens"] = body.min_tokens or 0
-    given["seed"] = secrets.randbits(63) if body.seed is None else body.seed
+    given["seed"] = body.seed
+    if body.seed is None:
+        given["seed"] = secrets.randbits(63)
     given["logprobs"] = _logprobs(body)
     if body.stop is not None:
-        stops = [body.stop] if isinstance(body.stop, str) else body.stop
+        stops = body.stop
+        if isinstance(stops, str):
+            stops = [stops]
         if sum(map(len, stops)) > MAX_STOP_CHARACTERS:
             raise invalid("stop", f"`stop` has more than {MAX_STOP_CHARACTERS} characters in all")
         given["stop"] = tuple(stops)
@@ -191,13 +195,12 @@ def _logprobs(body: ChatBody | CompletionBody) -> int | None:
     return body.top_logprobs or 0
 
 
-def prompt_logprobs(body: ChatBody | CompletionBody, *, scoring: bool) -> int | None:
-    """Number of likeliest tokens that are listed for each token of a prompt; None: the prompt's
-    log-probabilities are not asked for. `scoring` is whether the server gives them. Raises
-    `APIError`."""
+def check_prompt_logprobs(body: ChatBody | CompletionBody, *, scoring: bool) -> None:
+    """Raise `APIError` for `prompt_logprobs` that this server does not give. `scoring` is whether
+    it gives any."""
     count = body.prompt_logprobs
     if count is None:
-        return None
+        return
     if not scoring:
         message = "`prompt_logprobs` needs the server's --enable-scoring"
         raise unsupported("prompt_logprobs", message)
@@ -206,22 +209,21 @@ def prompt_logprobs(body: ChatBody | CompletionBody, *, scoring: bool) -> int | 
     if not 0 <= count <= MAX_LOGPROBS:
         message = f"`prompt_logprobs`={count} must be from 0 to {MAX_LOGPROBS}"
         raise invalid("prompt_logprobs", message)
-    return count
 
 
-def check_logprob_entries(params: SamplingParams, prompt_tokens: int, prompts: int) -> None:
-    """Raise `APIError` for more log-probabilities than one answer may hold. `prompt_tokens` are
-    those whose log-probabilities `echo` asks for."""
+def check_logprob_entries(
+    body: ChatBody | CompletionBody, params: SamplingParams, *, prompts: int, echoed: int
+) -> None:
+    """Raise `APIError` for more log-probabilities than one answer may hold. `echoed` are the
+    tokens of its prompts, as often as it lists them."""
     if params.logprobs is not None:
-        tokens = prompts * params.n * params.max_tokens + prompt_tokens
+        tokens = prompts * params.n * params.max_tokens
+        if isinstance(body, CompletionBody) and body.echo:
+            tokens += echoed
         _check_entries(tokens, params.logprobs, "logprobs", "`max_tokens`, `n` or `logprobs`")
-
-
-def check_prompt_logprob_entries(count: int | None, tokens: int) -> None:
-    """Check that `prompt_logprobs` for this many prompt tokens fits in one answer. Raises
-    `APIError`."""
-    if count is not None:
-        _check_entries(tokens, count, "prompt_logprobs", "`n` or `prompt_logprobs`")
+    if body.prompt_logprobs is not None:
+        lower = "`n` or `prompt_logprobs`"
+        _check_entries(echoed, body.prompt_logprobs, "prompt_logprobs", lower)
 
 
 def _check_entries(tokens: int, count: int, param: str, lower: str) -> None:

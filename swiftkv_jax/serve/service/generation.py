@@ -22,6 +22,7 @@ from ..text.prompts import Prompt
 from ..text.reasoning import END, ReasoningDelta, ReasoningParser, tokens_through
 from .admission import QUANTUM, Reservation
 from .engine_thread import Ended
+from .times import Times
 
 PRIORITY_SECONDS = 10.0
 """Seconds of waiting that count as much as a difference of 1 in priority: no request waits for
@@ -239,11 +240,11 @@ class Generation:
         reservation: Reservation,
         arrival: float,
     ):
-        """`arrival` is the `time.monotonic()` of the body's last byte."""
+        """`arrival` is that of `Times`."""
         self.prompts = prompts
         self.parts = parts
         self.reservation = reservation
-        self.arrival = arrival
+        self.times = Times(arrival)
         self.changed = asyncio.Event()
         """There is something new to send."""
         self.error: APIError | None = None
@@ -255,9 +256,6 @@ class Generation:
         """Seconds that it may take, by the server's option and the client's header."""
         self.abort_reason: str | None = None
         """Reason why it was aborted."""
-        self.submitted = self.started = self.first_token = self.last_token = 0.0
-        """`time.monotonic()`; 0 before it has happened. `submitted` is when the engine got the
-        first part."""
 
     @property
     def is_ended(self) -> bool:
@@ -279,6 +277,11 @@ class Generation:
     @property
     def num_tokens(self) -> int:
         return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of its longest sample."""
+        return max((choice.num_tokens for choice in self.choices), default=0)
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -324,17 +327,18 @@ class Generation:
 
     def _observe(self, part: EngineRequest, event: RequestOutput) -> None:
         """The times of an output."""
-        now = self.last_token = time.monotonic()
+        times = self.times
+        now = times.last_token = time.monotonic()
         if not part.is_first(event):
             return
         part.is_prefilled = True
         part.num_cached_tokens = event.num_cached_tokens
         self.reservation.release_tokens(len(part.prompt.token_ids))
-        if not self.first_token:
-            self.first_token = now
+        if not times.first_token:
+            times.first_token = now
             timing = event.timing
             waited = (timing.started or timing.submitted) - timing.submitted
-            self.started = self.submitted + waited
+            times.started = times.submitted + waited
 
     def fail(self, error: APIError) -> None:
         """End with an error, unless it has ended."""
@@ -358,7 +362,7 @@ class WaitingPart(NamedTuple):
     @property
     def rank(self) -> float:
         """Its place among those that wait with it; fixed, since all of them age alike."""
-        return self.generation.arrival + PRIORITY_SECONDS * self.generation.priority
+        return self.generation.times.arrival + PRIORITY_SECONDS * self.generation.priority
 
 
 def request_of(

@@ -1,9 +1,10 @@
-"""Histograms of plain integers, and the largest value of the last while."""
+"""Histograms of plain integers; the largest value and the rate of the last while."""
 
 from __future__ import annotations
 
 import bisect
 import collections
+import itertools
 from collections.abc import Sequence
 
 ITERATION_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -69,3 +70,27 @@ class RecentMaximum:
     def value(self) -> float:
         """0 before the first."""
         return max((value for _, value in self._maxima), default=0.0)
+
+
+class RecentRate:
+    """The growth of a sum in the last seconds, over the intervals between two calls that count."""
+
+    def __init__(self, seconds: int):
+        self._seconds = seconds
+        self._sums: collections.deque[tuple[float, int, bool]] = collections.deque()
+
+    def add(self, now: float, value: int, *, counts: bool) -> None:
+        """Add the sum of this time. An interval counts if both of its ends do."""
+        self._sums.append((now, value, counts))
+        while now - self._sums[0][0] > self._seconds:
+            self._sums.popleft()
+
+    @property
+    def value(self) -> float:
+        """Growth a second; 0 where no interval counts."""
+        seconds = growth = 0.0
+        for before, after in itertools.pairwise(self._sums):
+            if before[2] and after[2]:
+                seconds += after[0] - before[0]
+                growth += after[1] - before[1]
+        return growth / max(seconds, 1e-3)

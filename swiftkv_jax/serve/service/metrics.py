@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ...infer.engine.requests import RequestOutput
+from ...infer.engine.requests import Request, RequestOutput
 from .generation import EngineRequest, Generation
 from .histogram import Histogram, RecentMaximum, token_buckets
 
@@ -28,6 +28,13 @@ LATENCY_BUCKETS = (
 N_BUCKETS = (1, 2, 5, 10, 20)
 EACH = "Of a request."
 BODY = "From the last byte of the body."
+LENGTHS = {
+    "params_max_tokens": EACH,
+    "prompt_tokens": "Of a prompt.",
+    "prefill_kv_computed_tokens": "Of a prompt, those that were not cached.",
+    "generation_tokens": "Of a sequence.",
+    "max_num_generation_tokens": "Of the longest sequence of a prompt.",
+}
 LAG_SECONDS = 60
 """Prometheus scrapes at least once a minute by default."""
 
@@ -59,30 +66,20 @@ class Metrics:
         }
         self.samples = Histogram("vllm:request_params_n", EACH, N_BUCKETS)
         self.tokenize = Histogram("swiftkv:tokenize_seconds", EACH, TTFT_BUCKETS)
-        self.max_tokens = Histogram("vllm:request_params_max_tokens", EACH)
-        self.prompt_lengths = Histogram("vllm:request_prompt_tokens", "Of a prompt.")
-        self.computed_lengths = Histogram(
-            "vllm:request_prefill_kv_computed_tokens", "Of a prompt, those that were not cached."
-        )
-        self.answer_lengths = Histogram("vllm:request_generation_tokens", "Of a sequence.")
-        self.longest_answers = Histogram(
-            "vllm:request_max_num_generation_tokens", "Of the longest sequence of a prompt."
-        )
+        self.lengths = {
+            name: Histogram(f"vllm:request_{name}", text) for name, text in LENGTHS.items()
+        }
 
     def set_longest(self, max_model_len: int) -> None:
         """Choose the buckets of lengths, now that the model is known."""
-        buckets = token_buckets(max_model_len)
-        self.max_tokens.set_buckets(buckets)
-        self.prompt_lengths.set_buckets(buckets)
-        self.computed_lengths.set_buckets(buckets)
-        self.answer_lengths.set_buckets(buckets)
-        self.longest_answers.set_buckets(buckets)
+        for histogram in self.lengths.values():
+            histogram.set_buckets(token_buckets(max_model_len))
 
     @property
     def histograms(self) -> list[Histogram]:
         """All of them."""
         found = [value for value in vars(self).values() if isinstance(value, Histogram)]
-        return [*found, *self.phases.values()]
+        return [*found, *self.phases.values(), *self.lengths.values()]
 
     # Events ---------------------------------------------------------------------------
 
@@ -91,8 +88,8 @@ class Metrics:
         if not isinstance(event, RequestOutput):
             return
         now = time.monotonic()
-        if not generation.first_token and part.is_first(event):
-            self.ttft.observe(now - generation.arrival)
+        if not generation.times.first_token and part.is_first(event):
+            self.ttft.observe(now - generation.times.arrival)
         if not part.choices:
             return
         tokens = _num_tokens(event)
@@ -121,32 +118,30 @@ class Metrics:
         for choice in generation.choices:
             reason = choice.finish_reason or other
             self.finished["stop" if reason == "tool_calls" else reason] += 1
-            self.answer_lengths.observe(choice.num_tokens)
-        self._observe_times(generation)
-
-    def _observe_times(self, generation: Generation) -> None:
-        now = time.monotonic()
-        self.e2e.observe(now - generation.arrival)
+            self.lengths["generation_tokens"].observe(choice.num_tokens)
         for part in generation.parts:
-            self.prompt_lengths.observe(len(part.prompt.token_ids))
-            if part.is_prefilled:
-                computed = len(part.prompt.token_ids) - part.num_cached_tokens
-                self.computed_lengths.observe(computed)
-            if part.choices:
-                self.samples.observe(len(part.choices))
-                self.longest_answers.observe(max(choice.num_tokens for choice in part.choices))
-                self.max_tokens.observe(part.request.params.max_tokens)  # type: ignore[union-attr]
-        started = generation.started or now
-        self.phases["queue"].observe(started - generation.arrival)
-        if generation.started:
-            first = generation.first_token
-            last = generation.last_token
-            self.phases["inference"].observe(last - started)
-            self.phases["prefill"].observe(first - started)
-            self.phases["decode"].observe(last - first)
-            longest = max((choice.num_tokens for choice in generation.choices), default=0)
-            if longest > 1:
-                self.tpot.observe((last - first) / (longest - 1))
+            self._observe_part(part)
+        times = generation.times
+        self.e2e.observe(times.total)
+        self.phases["queue"].observe(times.queue)
+        if times.started:
+            self.phases["inference"].observe(times.inference)
+            self.phases["prefill"].observe(times.prefill)
+            self.phases["decode"].observe(times.decode)
+            if generation.longest > 1:
+                self.tpot.observe(times.decode / (generation.longest - 1))
+
+    def _observe_part(self, part: EngineRequest) -> None:
+        length = len(part.prompt.token_ids)
+        lengths = self.lengths
+        lengths["prompt_tokens"].observe(length)
+        if part.is_prefilled:
+            lengths["prefill_kv_computed_tokens"].observe(length - part.num_cached_tokens)
+        if isinstance(part.request, Request):
+            self.samples.observe(len(part.choices))
+            lengths["params_max_tokens"].observe(part.request.params.max_tokens)
+            longest = max(choice.num_tokens for choice in part.choices)
+            lengths["max_num_generation_tokens"].observe(longest)
 
 
 def _num_tokens(event: RequestOutput) -> int:
@@ -158,6 +153,8 @@ STATES = ("queued", "prefilling", "decoding")
 
 def state_of(generation: Generation) -> str:
     """Return the phase of a request: one of `STATES`."""
-    if not generation.submitted:
+    if not generation.times.submitted:
         return "queued"
-    return "decoding" if generation.first_token else "prefilling"
+    if not generation.times.first_token:
+        return "prefilling"
+    return "decoding"

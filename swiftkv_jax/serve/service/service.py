@@ -4,9 +4,7 @@ or are aborted. All of it runs on the thread of the connections."""
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
-import itertools
 import logging
 import time
 from collections.abc import Iterator
@@ -24,6 +22,7 @@ from .admission import Admission, FairQueue
 from .backlog import Backlog
 from .engine_thread import EngineThread, Event
 from .generation import EngineRequest, Generation, WaitingPart
+from .histogram import RecentRate
 from .metrics import Metrics, state_of
 
 logger = logging.getLogger(__name__)
@@ -54,6 +53,8 @@ class Service:
         self.start: dict[str, Any] = {"phase": "weights"}
         """The step of the start that runs, and how far it is, as `/ready` reports them."""
         self.failure: BaseException | None = None
+        """The error of the engine in the state `failed`."""
+        self.failed = asyncio.Event()
         self.metrics = Metrics()
         self.idle = asyncio.Event()
         """Event that no request is admitted, and all answers are sent."""
@@ -65,8 +66,7 @@ class Service:
         self._reading: set[asyncio.Task[Any]] = set()
         """Tasks that read the body of a request."""
         self._stopped: set[asyncio.Task[Any]] = set()
-        self._prefilled: collections.deque[tuple[float, int, bool]] = collections.deque()
-        """Each second: time, tokens that ran through prefill, whether some were waiting for it."""
+        self._prefilled = RecentRate(RATE_SECONDS)
         self.prefill_rate = 0.0
         """Tokens/s of prefill in the last while; 0 if it is not known."""
         self._loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
@@ -223,8 +223,10 @@ class Service:
             if (found := self._queue.pop()) is None:
                 return
             generation, part = found
-            generation.submitted = generation.submitted or time.monotonic()
-            part.engine_id, self._num_submitted = self._num_submitted, self._num_submitted + 1
+            times = generation.times
+            times.submitted = times.submitted or time.monotonic()
+            part.engine_id = self._num_submitted
+            self._num_submitted += 1
             self._parts[part.engine_id] = generation, part
             self.engine.submit(part.engine_id, part.request)
 
@@ -235,7 +237,11 @@ class Service:
         first: list[Event] = []
         others: list[Event] = []
         for event in events:
-            (others if self._has_begun(event) else first).append(event)
+            found = self._parts.get(event[0])
+            if found is not None and found[0].times.first_token:
+                others.append(event)
+            else:
+                first.append(event)
         if first:
             self._process(first)
         self._backlog.add(others)
@@ -267,11 +273,6 @@ class Service:
             if generation.is_ended:
                 self._end(generation)
         self._pump()
-
-    def _has_begun(self, event: Event) -> bool:
-        """Return whether the event's request has had a token before."""
-        found = self._parts.get(event[0])
-        return found is not None and found[0].first_token > 0
 
     def _end(self, generation: Generation) -> None:
         """Release everything that is held for a request."""
@@ -309,7 +310,7 @@ class Service:
         if engine is None or admission is None or self.state == "failed":
             return
         for generation in list(self._admitted):
-            age = now - generation.arrival
+            age = now - generation.times.arrival
             if age > options.queue_timeout and self._is_waiting(generation):
                 message = (
                     f"the request has waited {age:.0f} s, longer than {options.queue_timeout:g} s"
@@ -347,24 +348,16 @@ class Service:
         """Over the seconds in which prompts were waiting from beginning to end, for nothing but
         prefill: not for slots, of which a request needs one for each sample, and not for pages."""
         assert self.engine is not None and self.admission is not None
-        recent, snapshot, load = self._prefilled, self.engine.snapshot, self.engine.snapshot.load
+        snapshot = self.engine.snapshot
+        load = snapshot.load
         slots = max((len(part.choices) for one in self._admitted for part in one.parts), default=1)
         waits = (
             self.admission.tokens > 0
             and load.num_running + slots <= self.max_num_seqs
             and load.pages_in_use <= MOST_PAGES * load.num_pages
         )
-        recent.append((now, snapshot.stats.prefilled_tokens, waits))
-        while now - recent[0][0] > RATE_SECONDS:
-            recent.popleft()
-        busy = [
-            (after[0] - before[0], after[1] - before[1])
-            for before, after in itertools.pairwise(recent)
-            if before[2] and after[2]
-        ]
-        if busy:
-            seconds, tokens = (sum(column) for column in zip(*busy, strict=True))
-            self.prefill_rate = tokens / max(seconds, 1e-3) or self.prefill_rate
+        self._prefilled.add(now, snapshot.stats.prefilled_tokens, counts=waits)
+        self.prefill_rate = self._prefilled.value or self.prefill_rate
 
     # Ends -----------------------------------------------------------------------------
 
@@ -374,7 +367,7 @@ class Service:
             return
         self._backlog.process_all()
         self.state, self.failure = "failed", error
-        out_of_memory = isinstance(error, OutOfMemoryError | MemoryError)
+        self.failed.set()
         logger.error(
             "the engine has failed: %s: %s",
             type(error).__name__,
@@ -382,7 +375,9 @@ class Service:
             exc_info=error if error.__traceback__ is not None else None,
         )
         self.stop_reading()
-        message = "out of memory" if out_of_memory else "the engine has failed"
+        message = "the engine has failed"
+        if isinstance(error, OutOfMemoryError | MemoryError):
+            message = "out of memory"
         self._fail_all(APIError(500, "engine_failed", message))
 
     def abort_all(self) -> None:

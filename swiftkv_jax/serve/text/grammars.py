@@ -7,13 +7,11 @@ import asyncio
 import collections
 import concurrent.futures
 import dataclasses
-from typing import Protocol
 
 from ...errors import UsageError
 from ...infer.engine.grammar import Matcher
 from ..errors import APIError, internal, invalid
-from .grammar_process import GrammarProcessError
-from .workers import Workers
+from .grammar_process import CheckedCompiler, GrammarProcessError
 
 WORKERS = 2
 """Grammars compiled at once."""
@@ -22,19 +20,11 @@ MAX_CACHED_CHARACTERS = 2**20
 """Characters of all grammars that are kept."""
 
 
-class Compiler(Protocol):
-    """A `CheckedCompiler`."""
-
-    def compile_grammar(self, grammar: str) -> Matcher: ...
-
-    def close(self) -> None: ...
-
-
 @dataclasses.dataclass
 class _Compilation:
     """One that has not ended."""
 
-    task: asyncio.Task[Matcher]
+    made: asyncio.Future[Matcher]
     begun: asyncio.Event
     """Set when its turn has come."""
     waiting: int = 0
@@ -44,30 +34,30 @@ class _Compilation:
 class GrammarQueue:
     """Compiles one after the other, and keeps the last ones. On the thread of the connections."""
 
-    def __init__(self, compiler: Compiler, *, queue_timeout: float):
+    def __init__(self, compiler: CheckedCompiler, *, queue_timeout: float):
         """`queue_timeout` in seconds is how long a request may wait for the turn of its grammar."""
         self._compiler = compiler
         self._queue_timeout = queue_timeout
         self._pool = concurrent.futures.ThreadPoolExecutor(WORKERS, "grammar")
-        self._workers = Workers(self._pool, WORKERS)
         self._cached: collections.OrderedDict[str, Matcher] = collections.OrderedDict()
         self._compiling: dict[str, _Compilation] = {}
+        self._submitted = set[concurrent.futures.Future[Matcher]]()
 
-    async def compile(self, grammar: str, param: str) -> Matcher:
+    async def matcher_of(self, grammar: str, param: str) -> Matcher:
         """A matcher at the beginning of a grammar in llguidance's form, shared by those who ask for
         the same. Raises `APIError` that names `param`."""
         if (found := self._cached.get(grammar)) is not None:
             self._cached.move_to_end(grammar)
             return found
         if (one := self._compiling.get(grammar)) is None:
-            begun = asyncio.Event()
-            one = _Compilation(asyncio.create_task(self._compile(grammar, begun)), begun)
-            self._compiling[grammar] = one
+            one = self._compiling[grammar] = self._submit(grammar)
         one.waiting += 1
         try:
             async with asyncio.timeout(self._queue_timeout):
                 await one.begun.wait()
-            return await asyncio.shield(one.task)
+            made = await asyncio.shield(one.made)
+            self._keep(grammar, made)
+            return made
         except TimeoutError:
             message = f"the request has waited {self._queue_timeout:g} s for a grammar's compiler"
             raise APIError(408, "queue_timeout", message, headers={"retry-after": "5"}) from None
@@ -78,27 +68,35 @@ class GrammarQueue:
         finally:
             one.waiting -= 1
             if not one.waiting:
-                one.task.cancel()  # nothing, if it has ended
+                one.made.cancel()  # nothing, if it has ended
                 if self._compiling.get(grammar) is one:
                     del self._compiling[grammar]
 
-    async def _compile(self, grammar: str, begun: asyncio.Event) -> Matcher:
-        """Raises what the compiler raises."""
-        try:
-            work = await self._workers.start(lambda: self._compiler.compile_grammar(grammar))
-        finally:
-            begun.set()
-        made = await work
-        self._keep(grammar, made)
-        return made
+    def _submit(self, grammar: str) -> _Compilation:
+        loop = asyncio.get_running_loop()
+        begun = asyncio.Event()
+
+        def work() -> Matcher:
+            loop.call_soon_threadsafe(begun.set)
+            return self._compiler.compile_grammar(grammar)
+
+        submitted = self._pool.submit(work)
+        self._submitted.add(submitted)
+        submitted.add_done_callback(self._submitted.discard)
+        return _Compilation(asyncio.wrap_future(submitted), begun)
 
     def _keep(self, grammar: str, made: Matcher) -> None:
         self._cached[grammar] = made
         while len(self._cached) > MAX_CACHED or sum(map(len, self._cached)) > MAX_CACHED_CHARACTERS:
             self._cached.popitem(last=False)
 
+    @property
+    def is_busy(self) -> bool:
+        """True while a thread compiles, also for a client that has left."""
+        return any(one.running() for one in tuple(self._submitted))
+
     def close(self) -> bool:
         """False if a thread still runs, which would hold up the end of the process."""
         self._compiler.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
-        return not self._workers.num_running
+        return not self.is_busy

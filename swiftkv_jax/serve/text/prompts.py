@@ -20,11 +20,11 @@ from ...text.chat_template import render_chat
 from ...text.special_tokens import brings_first_token
 from ..errors import PromptTooLong, invalid
 from ..protocol import Message
-from .workers import Workers
 
 WORKERS = 4
+LONG_WORKERS = 3
 LONG = 8192
-"""Characters from which on a text is long: one thread always serves the others."""
+"""Characters from which on a text is long: it has other threads than the rest."""
 SHORT = 512
 """Characters that are tokenized and hashed in about 0.2 ms: two changes of threads take longer."""
 FEW_IDS = 2048
@@ -56,7 +56,9 @@ class Truncation(NamedTuple):
 
     def of(self, ids: np.ndarray) -> np.ndarray:
         """Return the ids that remain."""
-        return ids[-self.num_tokens :] if self.side == "left" else ids[: self.num_tokens]
+        if self.side == "left":
+            return ids[-self.num_tokens :]
+        return ids[: self.num_tokens]
 
 
 class PromptEncoder:
@@ -86,7 +88,7 @@ class PromptEncoder:
         self._longest = max((len(token) for token in tokenizer.get_vocab()), default=1)
         """Characters of a token, at most."""
         self._pool = concurrent.futures.ThreadPoolExecutor(WORKERS, "tokenizer")
-        self._long = Workers(self._pool, WORKERS - 1)
+        self._long = concurrent.futures.ThreadPoolExecutor(LONG_WORKERS, "tokenizer-long")
 
     async def encode(
         self,
@@ -113,7 +115,8 @@ class PromptEncoder:
             ]
 
         length = sum(map(len, texts))
-        if length <= (SHORT if any(isinstance(text, str) for text in texts) else FEW_IDS):
+        has_text = any(isinstance(text, str) for text in texts)
+        if length <= SHORT or (length <= FEW_IDS and not has_text):
             return work()
         return await self.in_thread(work, length)
 
@@ -160,7 +163,9 @@ class PromptEncoder:
             self._check_length(text, "messages")
             self._check_unicode(text, "messages")
             # Each odd segment is the number of a special token that a message spells.
-            segments = _split(text, sentinel) if sentinel else [text]
+            segments = [text]
+            if sentinel:
+                segments = _split(text, sentinel)
             ids: list[int] = []
             for number, segment in enumerate(segments):
                 if number % 2:
@@ -188,14 +193,16 @@ class PromptEncoder:
         return await self.in_thread(work, len(token_ids))
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._long):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     async def in_thread[T](self, work: Callable[[], T], length: int) -> T:
-        """Return the result of `work`, in a thread; `length` are the characters that it works
-        on."""
-        if length <= LONG:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-        return await (await self._long.start(work))
+        """Return the result of `work`, in a thread; `length` are the characters that it works on.
+        If the caller is cancelled before a thread has begun, none will."""
+        pool = self._pool
+        if length > LONG:
+            pool = self._long
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
 
     # In a thread -----------------------------------------------------------------
 
@@ -216,8 +223,8 @@ class PromptEncoder:
         self._check_unicode(text, param)
         special = add_special_tokens and not brings_first_token(self._tokenizer, text)
         ids = np.asarray(self._ids(text, special), np.int32)
-        kept = text if truncation is None or ids.size <= truncation.num_tokens else None
-        return self._made(ids, salt, kept, param, truncation, counting)
+        is_whole = truncation is None or ids.size <= truncation.num_tokens
+        return self._made(ids, salt, text if is_whole else None, param, truncation, counting)
 
     def _made(
         self,
@@ -232,11 +239,14 @@ class PromptEncoder:
             raise invalid(param, "the prompt is empty")
         if truncation is not None:
             ids = truncation.of(ids)
-        limit = self._max_model_len * (COUNTED if counting else 1)
+        limit = self._max_model_len
+        if counting:
+            limit *= COUNTED
         if ids.size > limit:
             raise self._too_long(ids.size, param)
-        caching = self._caching and not counting
-        keys = page_keys(ids, self.page_size, salt) if caching else []  # type: ignore[arg-type]
+        keys = []
+        if self._caching and not counting:
+            keys = page_keys(ids, self.page_size, salt)  # type: ignore[arg-type]
         return Prompt(ids, keys, text)
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:

@@ -4,9 +4,12 @@ markers are tokens."""
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 from collections.abc import Mapping
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 FORMATS: Mapping[str, tuple[str, ...]] = {
     "llama3_json": ("<|python_tag|>",),
@@ -42,12 +45,25 @@ class ToolFormat:
     token_ids: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Markers that are tokens of their own; the others are text."""
 
-    @classmethod
-    def of(cls, name: str, tokenizer: Any) -> ToolFormat:
-        """A format as a tokenizer writes it."""
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        ids = {str(token): index for index, token in added.items()}
-        return cls(name, {marker: ids[marker] for marker in FORMATS.get(name, ()) if marker in ids})
+
+def tool_format_of(parser: str, tokenizer: Any, template: str) -> ToolFormat | None:
+    """The format in which the model of a chat template calls tools; None if it takes none. `parser`
+    is the option of `ServerOptions`."""
+    name = format_of(template)
+    if name is None or parser == "none":
+        return None
+    if parser != "auto":
+        name = parser
+    if name == UNPARSED:
+        logger.warning(
+            "calls of tools come as text: the chat template asks for them in a format that is not "
+            "parsed; `tool_call_parser` chooses one of %s",
+            ", ".join(FORMATS),
+        )
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    ids = {str(token): index for index, token in added.items()}
+    markers = FORMATS.get(name, ())
+    return ToolFormat(name, {marker: ids[marker] for marker in markers if marker in ids})
 
 
 def format_of(template: str) -> str | None:
