@@ -16,7 +16,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from swiftkv_jax.infer.bench import arguments as bench_arguments
 from swiftkv_jax.infer.bench import options as bench_options
 from swiftkv_jax.infer.bench.cells import STUDENT, TEACHER
 from swiftkv_jax.infer.bench.summary import compare, derive, variant_of
@@ -151,7 +150,7 @@ def predict(device: DeviceModel, flags: str, config: Config = LLAMA_8B) -> dict[
     """What `infer bench` with these flags would write of its mode and rows, by prediction and with
     the device's rates as the roofline."""
     parser = argparse.ArgumentParser()
-    bench_arguments.add_arguments(parser)
+    bench_options.add_arguments(parser)
     options = bench_options.BenchOptions.from_args(parser.parse_args(shlex.split(flags)))
     engine_options, cells = bench_options.plan(options)
     roofline = Roofline(device.matmul, device.copy, 1, str(DTYPE), {}, device.published)

@@ -48,7 +48,7 @@ COMMANDS = {
         "commands.score_arguments", "commands.score", "log-likelihoods of given text, exact"
     ),
     "bench": Command(
-        "bench.arguments", "bench.command", "how fast it is, SwiftKV and its control side by side"
+        "bench.options", "bench.command", "how fast it is, SwiftKV and its control side by side"
     ),
     "bench serve": Command(
         "bench.serve_arguments",

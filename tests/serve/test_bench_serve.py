@@ -5,7 +5,7 @@ import json
 import pytest
 
 from swiftkv_jax.infer.__main__ import main
-from swiftkv_jax.infer.bench.http_client import Timed
+from swiftkv_jax.infer.bench.cells import Timed
 from swiftkv_jax.infer.bench.serve import summary
 from tests.serve.test_ends import metric
 
@@ -61,9 +61,9 @@ def test_failures_are_counted_and_named(start, capsys):
         (["--prefix-len", "512"], 2, "--prefix-len 512 must be below"),
         (["--goodput", "fast:3"], 2, "is not like ttft:500"),
         (["--num-prompts", "0"], 2, "must be at least 1"),
-        (["--vocab-size", "0"], 2, "--vocab-size 0 must be at least 1"),
-        (["--max-concurrency", "-1"], 2, "--max-concurrency -1 must be at least 1"),
-        (["--num-warmups", "-1"], 2, "--num-warmups -1 must not be negative"),
+        (["--vocab-size", "0"], 2, "--vocab-size 0: must be at least 1"),
+        (["--max-concurrency", "-1"], 2, "--max-concurrency -1: must be at least 1"),
+        (["--num-warmups", "-1"], 2, "--num-warmups -1: must be at least 0"),
         (["--request-rate", "nan"], 2, "--request-rate nan must be above 0"),
         (["--burstiness", "0"], 2, "--burstiness 0.0 must be above 0"),
         (["--extra-body", "[1]"], 2, "--extra-body: must be an object in JSON, got '[1]'"),

@@ -1,23 +1,22 @@
-"""Measurements: one cell for each combination of lengths, batches and rates on the command
-line."""
+"""Cells, each of them one measurement, and the times of requests."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
+import statistics
 from collections.abc import Sequence
 from typing import Literal
-
-from ...errors import UsageError
 
 STUDENT = "swiftkv"
 TEACHER = "teacher"
 """Names of the variants."""
 Mode = Literal["prefill", "decode", "offline", "latency"]
-MODES: tuple[Mode, ...] = ("prefill", "decode", "offline", "latency")
+ALONE: tuple[Mode, ...] = ("prefill", "decode")
+"""Modes in which all rows begin together and nothing else runs."""
 QUEUED: tuple[Mode, ...] = ("offline", "latency")
 """Modes in which requests wait for room in the cache."""
+MODES = (*ALONE, *QUEUED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,49 +44,9 @@ class Cell:
         text = f"{self.input_len} in, {self.output_len} out, {self.prompts} prompts"
         if self.request_rate is not None:
             text += f", {self.request_rate:g} a second"
-        return text if self.max_concurrency is None else f"{text}, {self.max_concurrency} at a time"
-
-
-def make_cells(
-    mode: Mode,
-    *,
-    input_lens: Sequence[int],
-    output_len: int,
-    batches: Sequence[int],
-    num_prompts: int,
-    request_rates: Sequence[float],
-    max_concurrency: int | None,
-    decode_steps: int,
-) -> list[Cell]:
-    """The cells in the order in which they run. Raises `UsageError` for an output too short to
-    time."""
-    if mode == "prefill":
-        return [Cell(length, 1, batch) for length, batch in itertools.product(input_lens, batches)]
-    if mode == "decode":
-        if output_len < 2 * decode_steps:
-            raise UsageError(
-                f"`output_len`={output_len} must be at least {2 * decode_steps}: two calls of "
-                f"`decode_steps`={decode_steps}"
-            )
-        whole = -(-output_len // decode_steps) * decode_steps
-        return [
-            Cell(length, whole, batch) for length, batch in itertools.product(input_lens, batches)
-        ]
-    if mode == "offline":
-        return [Cell(length, output_len, num_prompts) for length in input_lens]
-    rates = itertools.product(input_lens, request_rates)
-    return [Cell(length, output_len, num_prompts, rate, max_concurrency) for length, rate in rates]
-
-
-def check_lengths(cells: Sequence[Cell], positions: int) -> None:
-    """Raise `UsageError` for a row of more than `positions` tokens."""
-    longest = max(cells, key=lambda cell: cell.length)
-    if longest.length > positions:
-        raise UsageError(
-            f"`input_len`={longest.input_len} and {longest.output_len} new tokens are "
-            f"{longest.length} positions, "
-            f"above the limit of {positions}"
-        )
+        if self.max_concurrency is not None:
+            text += f", {self.max_concurrency} at a time"
+        return text
 
 
 def num_pages(cells: Sequence[Cell], rows: int, page_size: int) -> int:
@@ -103,3 +62,61 @@ def arrival_times(count: int, rate: float, seed: int, *, burstiness: float = 1.0
 
     rng = np.random.default_rng([seed, 1])
     return np.cumsum(rng.gamma(burstiness, 1 / (rate * burstiness), count)).tolist()
+
+
+@dataclasses.dataclass
+class Timed:
+    """Times and counts of one request. Times are seconds of `time.perf_counter`, or of another
+    clock."""
+
+    sent: float = 0.0
+    """Time at which the request arrives, or its first byte is written."""
+    arrivals: list[float] = dataclasses.field(default_factory=list)
+    """Times of the outputs."""
+    num_tokens: int = 0
+    """Tokens of the answer, by the server's count where it gives one."""
+    num_prompt_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def ttft(self) -> float:
+        return self.arrivals[0] - self.sent
+
+    @property
+    def e2e(self) -> float:
+        return self.arrivals[-1] - self.sent
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token after the first, as in `vllm bench serve`; None for one token."""
+        if self.num_tokens < 2:
+            return None
+        return (self.e2e - self.ttft) / (self.num_tokens - 1)
+
+    @property
+    def itl(self) -> list[float]:
+        """Times between outputs, as vLLM's client takes them."""
+        pairs = zip(self.arrivals, self.arrivals[1:], strict=False)
+        return [after - before for before, after in pairs]
+
+
+TIMES = ("ttft", "tpot", "itl", "e2e")
+
+
+def times_of(requests: Sequence[Timed]) -> dict[str, list[float]]:
+    """The values of each of `TIMES`, without those that are None."""
+    return {
+        "ttft": [one.ttft for one in requests],
+        "tpot": [one.tpot for one in requests if one.tpot is not None],
+        "itl": [wait for one in requests for wait in one.itl],
+        "e2e": [one.e2e for one in requests],
+    }
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Mean and percentiles of one value or more."""
+    cuts = [values[0]] * 99
+    if len(values) > 1:
+        cuts = statistics.quantiles(values, n=100, method="inclusive")
+    parts = {f"p{percent}": cuts[percent - 1] for percent in (50, 90, 99)}
+    return {"mean": statistics.fmean(values)} | parts

@@ -17,7 +17,6 @@ import jax
 
 from ...cli import OK
 from ...errors import UsageError
-from ...model.config import Config
 from ...plan.roofline import Roofline, measure_roofline
 from ...process.distributed import is_main_process
 from ...process.files import check_absent, write_json
@@ -26,11 +25,11 @@ from ..engine.engine import Engine
 from ..engine.options import EngineOptions
 from ..runner.kv_heads import kv_head_copies
 from ..runner.model_runner import ModelRunner
-from .cells import STUDENT, TEACHER, Cell, Mode, check_lengths
+from .cells import STUDENT, TEACHER, Cell
 from .options import BenchOptions, plan
 from .summary import Variant, compare, derive, parameters, table, variant_of
 from .timing import Raw, measure
-from .variants import Source, build, check_memory, fit_together, open_source
+from .variants import Source, open_source
 
 logger = logging.getLogger(__name__)
 
@@ -54,31 +53,36 @@ def main(args: argparse.Namespace) -> int:
     engine_options, cells = plan(options)
     names = options.swiftkv
     source = open_source(options)
-    positions = source.config.max_position_embeddings
-    check_lengths(cells, min(positions, options.engine.get("max_model_len", sys.maxsize)))
+    limit = min(source.config.max_position_embeddings, engine_options.max_model_len or sys.maxsize)
+    longest = max(cells, key=lambda cell: cell.length)
+    if longest.length > limit:
+        raise UsageError(
+            f"`input_len`={longest.input_len} and {longest.output_len} new tokens are "
+            f"{longest.length} positions, above the limit of {limit}"
+        )
     if options.mode == "latency" and jax.process_count() > 1:
         raise UsageError(
             "latency is for one process: several would not agree on when a request has arrived"
         )
-    check_memory(source, names, options.mode, cells, engine_options)
-    devices = 1 if source.mesh is None else source.mesh.size
-    roofline = measure_roofline(source.dtype, devices)
+    source.check_memory(names, options.mode, cells, engine_options)
+    roofline = measure_roofline(source.dtype, source.devices)
     logger.info(
-        f"{source.description}; {source.dtype}; {devices} x {jax.devices()[0].device_kind}: "
+        f"{source.description}; {source.dtype}; {source.devices} x {jax.devices()[0].device_kind}: "
         f"{roofline}"
     )
-    alone = len(names) == 1 or not fit_together(source, cells, engine_options)
-    order = "one after the other" if alone else "in turns"
+    groups, order = [names], "in turns"
+    if len(names) == 1 or not source.fit_together(cells, engine_options):
+        groups, order = [(name,) for name in names], "one after the other"
     logger.info(
         f"{' and '.join(names)}, {order}; {options.repetitions} repetitions of {len(cells)} "
         f"measurements"
     )
     measured: dict[str, Measured] = {}
-    for group in [[name] for name in names] if alone else [names]:
+    for group in groups:
         measured |= _measure_group(options, source, group, cells, engine_options)
     # Again, because other work on the machine may have ended meanwhile.
-    roofline = roofline.best(measure_roofline(source.dtype, devices))
-    rows = _rows(options.mode, cells, measured, roofline)
+    roofline = roofline.best(measure_roofline(source.dtype, source.devices))
+    rows = _rows(options, cells, measured, roofline)
     document = provenance() | {
         "mode": options.mode,
         "options": {name: _plain(value) for name, value in vars(args).items() if name != "main"},
@@ -91,7 +95,7 @@ def main(args: argparse.Namespace) -> int:
         "rows": rows,
     }
     if is_main_process():
-        _report(options, roofline, rows, document)
+        _report(options, document, roofline)
     return OK
 
 
@@ -104,18 +108,11 @@ def _measure_group(
 ) -> dict[str, Measured]:
     """Measure variants whose engines are in memory together. The engines are deleted at the end."""
     model = source.model(names)
-    engines = dict[str, Engine[ModelRunner]]()
-    for name in names:
-        engines[name] = build(
-            source,
-            model,
-            name,
-            options.mode,
-            cells,
-            engine_options,
-            alone=len(names) == 1,
-            attention=options.model.attention,
-        )
+    alone = len(names) == 1
+    engines = {
+        name: source.engine(model, name, options, cells, engine_options, alone=alone)
+        for name in names
+    }
     del model
     for engine in engines.values():
         measure(options.mode, engine, cells[0], options.seed + WARM_UP_SEED)
@@ -130,31 +127,29 @@ def _measure_group(
                     f"{options.mode} {cell}, repetition {repetition + 1}: {name} "
                     f"{raw['seconds']:.4g} s"
                 )
-    found = {
-        name: Measured(_variant(name, source.config, engine), raws[name], _setup(engine))
-        for name, engine in engines.items()
-    }
+    found = {}
+    for name, engine in engines.items():
+        runner = engine.model_runner
+        copies = kv_head_copies(source.config, source.mesh)
+        variant = variant_of(
+            name,
+            source.config,
+            runner.weights,
+            runner.cache_dtype,
+            runner.shapes,
+            kv_head_copies=copies,
+        )
+        found[name] = Measured(variant, raws[name], _setup(engine))
     engines.clear()
     gc.collect()  # engines hold their programs in cycles, and the programs hold memory
     return found
 
 
-def _variant(name: str, config: Config, engine: Engine[ModelRunner]) -> Variant:
-    runner = engine.model_runner
-    return variant_of(
-        name,
-        config,
-        runner.weights,
-        runner.cache_dtype,
-        runner.shapes,
-        kv_head_copies=kv_head_copies(config, runner.layout.mesh),
-    )
-
-
 def _setup(engine: Engine[ModelRunner]) -> dict[str, Any]:
     runner = engine.model_runner
+    assert runner.plan is not None
     return {
-        "plan": dataclasses.asdict(runner.plan) if runner.plan else None,
+        "plan": dataclasses.asdict(runner.plan),
         "shapes": dataclasses.asdict(runner.shapes),
         "kv_bytes_per_token": runner.kv_bytes_per_token,
         "options": dataclasses.asdict(engine.options),
@@ -162,32 +157,30 @@ def _setup(engine: Engine[ModelRunner]) -> dict[str, Any]:
 
 
 def _rows(
-    mode: Mode, cells: Sequence[Cell], measured: dict[str, Measured], roofline: Roofline
+    options: BenchOptions,
+    cells: Sequence[Cell],
+    measured: dict[str, Measured],
+    roofline: Roofline,
 ) -> list[dict[str, Any]]:
     rows = []
     for number, cell in enumerate(cells):
+        raws = {name: one.raws[number] for name, one in measured.items()}
         of_cell = {
-            name: derive(mode, cell, one.raws[number], one.variant, roofline)
+            name: derive(options.mode, cell, raws[name], one.variant, roofline)
             for name, one in measured.items()
         }
         if len(of_cell) == 2:
-            student, teacher = (measured[name].raws[number] for name in (STUDENT, TEACHER))
-            of_cell[STUDENT] |= compare(mode, student, teacher)
-            of_cell[STUDENT]["teacher_flops_over_own"] = (
-                of_cell[TEACHER]["flops"] / of_cell[STUDENT]["flops"]
-            )
+            student, teacher = of_cell[STUDENT], of_cell[TEACHER]
+            student |= compare(options.mode, raws[STUDENT], raws[TEACHER])
+            student["teacher_flops_over_own"] = teacher["flops"] / student["flops"]
         for name, row in of_cell.items():
             head = {"label": str(cell), "variant": name, "cell": _plain(dataclasses.asdict(cell))}
-            rows.append(head | row | {"repetitions": _plain(measured[name].raws[number])})
+            rows.append(head | row | {"repetitions": _plain(raws[name])})
     return rows
 
 
-def _report(
-    options: BenchOptions,
-    roofline: Roofline,
-    rows: list[dict[str, Any]],
-    document: dict[str, Any],
-) -> None:
+def _report(options: BenchOptions, document: dict[str, Any], roofline: Roofline) -> None:
+    rows = document["rows"]
     print(table(options.mode, rows))
     print(f"\nroofline: {roofline}")
     ratios = [row["teacher_flops_over_own"] for row in rows if "teacher_flops_over_own" in row]
@@ -208,5 +201,6 @@ def _plain(value: Any) -> Any:
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
-    text = isinstance(value, Path) or (isinstance(value, float) and math.isinf(value))
-    return str(value) if text else value
+    if isinstance(value, Path) or value == math.inf:
+        return str(value)
+    return value

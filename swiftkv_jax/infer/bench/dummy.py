@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +17,9 @@ from jax.sharding import Mesh
 
 from ...model.config import Config
 from ...model.model import Model
-from ...model.params import Llama, llama_shapes, swiftkv_shapes
-from ...model.quantization import Format, Quantized, Scheme, is_quantized, quantized_shapes
-from ...model.sharding import llama_shardings, swiftkv_shardings
+from ...model.params import Llama
+from ...model.quantization import Format, Quantized, Scheme, is_quantized
+from ..runner.serving_form import model_shapes
 
 STANDARD_DEVIATION = 0.02
 _LARGEST = STANDARD_DEVIATION * 3**0.5  # of a uniform distribution around zero
@@ -41,26 +40,12 @@ def dummy_model(
     Without `teacher` it lacks what a served student does not read of the teacher's upper q, k, v;
     without `student` the delta.
     """
-    llama = quantized_shapes(llama_shapes(config, dtype), quantization)
-    delta = quantized_shapes(swiftkv_shapes(config, dtype), quantization)
-    shardings: tuple[Any, Any] = (
-        (None, None)
-        if mesh is None
-        else (
-            llama_shardings(config, mesh, quantization),
-            swiftkv_shardings(config, mesh, quantization),
-        )
-    )
+    llama, delta = model_shapes(config, dtype, quantization, mesh)
     if not teacher:
         llama = _without_teacher(config, llama)
-        if mesh is not None:
-            shardings = _without_teacher(config, shardings[0]), shardings[1]
-    wanted = student and config.num_upper_layers > 0
-    made = [
-        _make_tree(_with_shardings(tree, where))
-        for tree, where in zip((llama, delta if wanted else None), shardings, strict=True)
-    ]
-    return Model(made[0], made[1], config)
+    if not (student and config.num_upper_layers):
+        delta = None
+    return Model(_make_tree(llama), _make_tree(delta), config)
 
 
 def _without_teacher(config: Config, llama: Llama) -> Llama:
@@ -72,16 +57,6 @@ def _without_teacher(config: Config, llama: Llama) -> Llama:
     elif config.keeps_own and llama.upper_qkv is not None:
         kept = dataclasses.replace(llama.upper_qkv, q=None, q_bias=None)
     return dataclasses.replace(llama, upper_qkv=kept)
-
-
-def _with_shardings(shapes, shardings):
-    if shardings is None or shapes is None:
-        return shapes
-    return jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-        shapes,
-        shardings,
-    )
 
 
 def _make_tree(shapes):

@@ -1,48 +1,17 @@
-"""One streamed completion over HTTP/1.1, timed as it arrives. Reads the socket itself: a client
+"""Streamed completions over HTTP/1.1, timed as they arrive. Reads the socket itself: a client
 library costs more than the server."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import http.client
 import json
 import time
 import urllib.parse
 from collections.abc import AsyncIterator
 from typing import Any
 
-
-@dataclasses.dataclass
-class Timed:
-    """Times and counts of one request. Times are `time.perf_counter()` seconds."""
-
-    sent: float = 0.0
-    """Time when the first byte is written: the body is encoded before."""
-    arrivals: list[float] = dataclasses.field(default_factory=list)
-    """Times of the events with text."""
-    num_tokens: int = 0
-    """Tokens of the answer, by the server's count where it gives one."""
-    num_prompt_tokens: int = 0
-    error: str | None = None
-
-    @property
-    def ttft(self) -> float:
-        return self.arrivals[0] - self.sent
-
-    @property
-    def e2e(self) -> float:
-        return self.arrivals[-1] - self.sent
-
-    @property
-    def tpot(self) -> float | None:
-        """Time per output token after the first; None if there is one token only."""
-        return (self.e2e - self.ttft) / (self.num_tokens - 1) if self.num_tokens > 1 else None
-
-    @property
-    def itl(self) -> list[float]:
-        """Times between events, as vLLM's client takes them."""
-        pairs = zip(self.arrivals, self.arrivals[1:], strict=False)
-        return [after - before for before, after in pairs]
+from .cells import Timed
 
 
 class Client:
@@ -56,43 +25,48 @@ class Client:
         self._host = url.hostname
         self._port = url.port or 80
         self._root = url.path.rstrip("/")
-        self._key = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    def first_model(self) -> str:
+        """The id of the server's first model. Raises `OSError`, `http.client.HTTPException`,
+        `ValueError` and `LookupError`."""
+        connection = http.client.HTTPConnection(self._host, self._port)
+        connection.request("GET", f"{self._root}/v1/models", headers=self._headers)
+        response = connection.getresponse()
+        content = response.read()
+        connection.close()
+        if response.status != 200:
+            raise ValueError(f"GET /v1/models is {response.status}: {_shortened(content)}")
+        return json.loads(content)["data"][0]["id"]
 
     async def complete(self, body: dict[str, Any]) -> Timed:
         """Ask for a streamed completion and read it to its end. A failure is in `error`."""
         timed = Timed()
         writer = None
+        content = json.dumps(body).encode()
+        headers = {"Host": f"{self._host}:{self._port}", "Content-Length": len(content)}
+        lines = [f"{name}: {value}\r\n" for name, value in (self._headers | headers).items()]
+        head = f"POST {self._root}/v1/completions HTTP/1.1\r\n{''.join(lines)}\r\n".encode()
         try:
             reader, writer = await self._connection()
-            content = self._encode("POST", "/v1/completions", body)
             timed.sent = time.perf_counter()
-            writer.write(content)
+            writer.write(head + content)
             await writer.drain()
-            status, headers = await _head(reader)
+            status, received = await _head(reader)
             if status == 200:
-                await _events(reader, headers, timed)
+                await _events(reader, received, timed)
                 self._idle.append((reader, writer))
                 return timed
-            content = b"".join([part async for part in _body(reader, headers)])
-            timed.error = f"{status}: {content[:200].decode(errors='replace')}"
+            content = b"".join([part async for part in _body(reader, received)])
+            timed.error = f"{status}: {_shortened(content)}"
         except (OSError, EOFError, ValueError) as error:
             timed.error = f"{type(error).__name__}: {error}"
         if writer is not None:
             writer.close()
         return timed
-
-    async def get(self, path: str) -> Any:
-        """JSON of a route. Raises `OSError` and `ValueError`."""
-        reader, writer = await self._connection()
-        writer.write(self._encode("GET", path, None))
-        await writer.drain()
-        status, headers = await _head(reader)
-        content = b"".join([part async for part in _body(reader, headers)])
-        self._idle.append((reader, writer))
-        if status != 200:
-            raise ValueError(f"GET {path} is {status}: {content[:200].decode(errors='replace')}")
-        return json.loads(content)
 
     def close(self) -> None:
         for _, writer in self._idle:
@@ -105,14 +79,9 @@ class Client:
                 return reader, writer
         return await asyncio.open_connection(self._host, self._port, limit=2**22)
 
-    def _encode(self, method: str, path: str, body: Any) -> bytes:
-        """The bytes of a request."""
-        content = b"" if body is None else json.dumps(body).encode()
-        head = (
-            f"{method} {self._root}{path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n"
-            f"{self._key}Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-        )
-        return head.encode() + content
+
+def _shortened(content: bytes) -> str:
+    return content[:200].decode(errors="replace")
 
 
 async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
@@ -142,10 +111,10 @@ async def _events(reader: asyncio.StreamReader, headers: dict[str, str], timed: 
         now = time.perf_counter()
         *events, rest = (rest + part).split(b"\n\n")
         for event in events:
-            if not event.startswith(b"data: "):
-                continue
             if event == b"data: [DONE]":
                 done = True
+                continue
+            if not event.startswith(b"data: "):
                 continue
             found = json.loads(event[6:])
             if "error" in found:

@@ -1,23 +1,50 @@
-"""Options of `bench`, and the cells and engine that follow from them."""
+"""`python -m swiftkv_jax.infer bench MODE`: how fast it is, SwiftKV and its teacher side by side.
+
+    prefill   prompts into the cache, nothing else running; and the time to the first token of one
+              prompt alone
+    decode    the time per output token of --batch rows of --input-len tokens
+    offline   --num-prompts requests at once, continuous batching
+    latency   requests that arrive at --request-rate: TTFT, TPOT, inter-token and end-to-end times
+
+Every figure stands beside what the same devices reach in a large matrix product and a copy,
+measured before and after. A model without weights will do:
+
+    python -m swiftkv_jax.infer bench prefill --config llama-3.1-8b --load-format dummy \\
+        --input-len 512,2k,8k -o result.json
+
+The table goes to standard output, all raw numbers to -o. Prompts are random, and no two are the
+same: nothing comes from the prefix cache. Both variants get the same prompts. They take turns,
+first one then the other, where both fit into memory; otherwise they run one after the other.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 from typing import Any, Literal
 
 from ...cli import token_count
-from ...cli.fields import given, option
+from ...cli.fields import add_flags, check_minimums, given, group, option
 from ...cli.model_options import ModelOptions
 from ...errors import UsageError
 from ...plan.presets import PRESETS
 from ..engine.options import EngineOptions
-from .cells import QUEUED, STUDENT, TEACHER, Cell, Mode, make_cells
+from .cells import ALONE, MODES, QUEUED, STUDENT, TEACHER, Cell, Mode
 
 VARIANTS = {"on": STUDENT, "off": TEACHER}
 """Values of --swiftkv, and the variants that they measure."""
+_MODES_OF: dict[str, tuple[tuple[Mode, ...], str]] = {
+    "batch": (ALONE, ": `max_num_seqs` says how many rows run together"),
+    "max_num_seqs": (QUEUED, ": `batch` says how many rows run together"),
+    "num_prompts": (QUEUED, ": `batch` says how many there are"),
+    "request_rate": (("latency",), ""),
+    "max_concurrency": (("latency",), ""),
+    "output_len": (("decode", *QUEUED), ", which ends where the first token begins"),
+}
+"""Options that go with some modes only: (those modes, what follows in the error)."""
 
 
 def parse_variants(text: str) -> tuple[str, ...]:
@@ -34,20 +61,11 @@ def parse_lengths(text: str) -> tuple[int, ...]:
     return found
 
 
-def parse_count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"{text!r} is not a whole number from 1 up")
-    return int(text)
-
-
-def parse_seed(text: str) -> int:
-    if not text.isdecimal():
-        raise UsageError(f"{text!r} is not a whole number from 0 up")
-    return int(text)
-
-
 def parse_counts(text: str) -> tuple[int, ...]:
-    return tuple(parse_count(part) for part in text.split(","))
+    counts = text.split(",")
+    if not all(count.isdecimal() and int(count) for count in counts):
+        raise UsageError(f"{text!r} is not a list of whole numbers from 1 up")
+    return tuple(map(int, counts))
 
 
 def parse_rates(text: str) -> tuple[float, ...]:
@@ -122,7 +140,7 @@ class BenchOptions:
         None, "prefill: prompts; decode: rows (default: 1)", metavar="N,...", parse=parse_counts
     )
     num_prompts: int | None = option(
-        None, "offline and latency: requests (default: 64)", metavar="N", parse=parse_count
+        None, "offline and latency: requests (default: 64)", metavar="N", at_least=1
     )
     request_rate: tuple[float, ...] | None = option(
         None,
@@ -131,18 +149,16 @@ class BenchOptions:
         parse=parse_rates,
     )
     max_concurrency: int | None = option(
-        None, "latency: most requests inside at a time", metavar="N", parse=parse_count
+        None, "latency: most requests inside at a time", metavar="N", at_least=1
     )
     repetitions: int = option(
         5,
         "repetitions of every measurement (default: %(default)s)",
         metavar="N",
         names=("--repetitions", "-r"),
-        parse=parse_count,
+        at_least=1,
     )
-    seed: int = option(
-        0, "seed of the prompts and arrivals (default: %(default)s)", parse=parse_seed
-    )
+    seed: int = option(0, "seed of the prompts and arrivals (default: %(default)s)", at_least=0)
     output: Path | None = option(
         None,
         "every raw number, and what was measured where",
@@ -152,65 +168,73 @@ class BenchOptions:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> BenchOptions:
-        """Read the arguments of `arguments.add_arguments`. Raises `UsageError`."""
+        """Read the arguments of `add_arguments`. Raises `UsageError`."""
         model = dataclasses.replace(ModelOptions.from_args(args), swiftkv="auto")
-        return cls(
+        options = cls(
             mode=args.mode, model=model, engine=given(EngineOptions, args), **given(cls, args)
         )
+        check_minimums(options)
+        return options
 
     @property
-    def measures_alone(self) -> bool:
-        """Whether rows all begin together and nothing else runs: in prefill and decode."""
-        return self.mode not in QUEUED
+    def cut(self) -> dict[str, int]:
+        """The options of the cut that were given, as `add_swiftkv` and `choose_cut` take them."""
+        names = ("num_key_value_layers", "key_value_group_size", "prompt_attention_layers")
+        names += ("prompt_mlp_neurons", "boundary_taps")
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("mode", choices=MODES, help="what to measure: see above")
+    add_flags(parser, ModelOptions, leave_out=("swiftkv",))
+    add_flags(group(parser, "what to measure"), BenchOptions)
+    add_flags(parser, EngineOptions)
 
 
 def plan(options: BenchOptions) -> tuple[EngineOptions, list[Cell]]:
-    """The engine's options and the cells.
+    """The engine's options and the cells, in the order in which they run.
 
     The shapes of the engine are those of the cells: no row longer, no call larger than what is
     measured. Raises `UsageError` for options that do not go with the mode.
     """
-    _check_mode(options)
-    batches = options.batch or [1]
-    defaults: dict[str, Any] = {"decode_steps": 1} if options.mode == "prefill" else {}
+    mode = options.mode
+    given_options = vars(options) | options.engine
+    for name, (modes, hint) in _MODES_OF.items():
+        if given_options.get(name) and mode not in modes:
+            raise UsageError(f"`{name}` is for {' and '.join(modes)}, not for {mode}{hint}")
+    defaults: dict[str, Any] = {}
+    if mode == "prefill":
+        defaults["decode_steps"] = 1
     steps = EngineOptions(**defaults | options.engine).decode_steps
-    cells = make_cells(
-        options.mode,
-        input_lens=options.input_len,
-        output_len=options.output_len or 128,
-        batches=batches,
-        num_prompts=options.num_prompts or 64,
-        request_rates=options.request_rate or [1.0],
-        max_concurrency=options.max_concurrency,
-        decode_steps=steps,
-    )
-    defaults |= {"decode_steps": steps, "max_model_len": max(cell.length for cell in cells)}
-    if options.measures_alone:
+    cells = _cells(options, steps)
+    defaults["max_model_len"] = max(cell.length for cell in cells)
+    if mode in ALONE:
         dp_size = options.model.mesh.rows
-        defaults |= {
-            "max_num_seqs": max(batches),
-            "decode_rows": tuple(sorted({-(-batch // dp_size) for batch in batches})),
-        }
+        batches = {cell.prompts for cell in cells}
+        defaults["max_num_seqs"] = max(batches)
+        defaults["decode_rows"] = tuple(sorted({-(-batch // dp_size) for batch in batches}))
     return EngineOptions(**defaults | options.engine), cells
 
 
-def _check_mode(options: BenchOptions) -> None:
-    mode = options.mode
-    if options.batch and not options.measures_alone:
-        raise UsageError(
-            f"`batch` is for prefill and decode: in {mode} `max_num_seqs` says how many rows run "
-            f"together"
-        )
-    if "max_num_seqs" in options.engine and options.measures_alone:
-        raise UsageError(
-            f"`max_num_seqs` is for offline and latency: in {mode} `batch` says how many rows run "
-            f"together"
-        )
-    if mode != "latency" and (options.request_rate or options.max_concurrency):
-        raise UsageError(f"`request_rate` and `max_concurrency` are for latency, not for {mode}")
-    if options.num_prompts and options.measures_alone:
-        raise UsageError(
-            f"`num_prompts` is for offline and latency: in {mode} `batch` says how many there are"
-        )
-    if options.output_len and mode == "prefill":
-        raise UsageError("`output_len` is not for prefill, which ends where the first token begins")
+def _cells(options: BenchOptions, decode_steps: int) -> list[Cell]:
+    """One cell for each combination of lengths, batches and rates. Raises `UsageError` for an
+    output too short to time."""
+    new = options.output_len or 128
+    if options.mode == "prefill":
+        new = 1
+    elif options.mode == "decode":
+        if new < 2 * decode_steps:
+            raise UsageError(
+                f"`output_len`={new} must be at least {2 * decode_steps}: two calls of "
+                f"`decode_steps`={decode_steps}"
+            )
+        new = -(-new // decode_steps) * decode_steps
+    if options.mode in ALONE:
+        pairs = itertools.product(options.input_len, options.batch or (1,))
+        return [Cell(length, new, batch) for length, batch in pairs]
+    prompts = options.num_prompts or 64
+    if options.mode == "offline":
+        return [Cell(length, new, prompts) for length in options.input_len]
+    pairs = itertools.product(options.input_len, options.request_rate or (1.0,))
+    return [Cell(length, new, prompts, rate, options.max_concurrency) for length, rate in pairs]

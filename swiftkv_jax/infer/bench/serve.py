@@ -6,65 +6,47 @@ import argparse
 import asyncio
 import datetime
 import itertools
-import json
 import logging
 import math
 import random
 import shlex
-import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 from ...cli import ERROR, OK
-from ...cli.fields import given
+from ...cli.fields import check_minimums, given
 from ...errors import DataError, UsageError
 from ...process.files import write_json
 from ...process.jsonl import parse_object, read_lines
-from .cells import arrival_times
-from .http_client import Client, Timed
+from .cells import TIMES, Timed, arrival_times, spread, times_of
+from .http_client import Client
 from .serve_arguments import ServeBenchOptions
 
 logger = logging.getLogger(__name__)
 
 MAX_CPU_SHARE = 0.6
-PERCENTILES = (50, 90, 99)
-GOODPUT = ("ttft", "tpot", "e2e")
-
-
-def _fields(text: str) -> dict[str, Any]:
-    """The value of --extra-body. Raises `UsageError`."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise UsageError(f"`extra_body`: must be an object in JSON, got {text!r}")
-    return found
 
 
 def main(args: argparse.Namespace) -> int:
     options = ServeBenchOptions(**given(ServeBenchOptions, args))
-    for name in ("input_len", "output_len", "num_prompts", "vocab_size", "max_concurrency"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UsageError(f"`{name}`={value} must be at least 1")
+    check_minimums(options)
     for name in ("request_rate", "burstiness"):
         if not getattr(options, name) > 0:
             raise UsageError(f"`{name}`={getattr(options, name)} must be above 0")
-    if options.num_warmups < 0:
-        raise UsageError(f"`num_warmups`={options.num_warmups} must not be negative")
     if options.prefix_len >= options.input_len:
         raise UsageError(f"`prefix_len`={options.prefix_len} must be below `input_len`")
-    extra = _fields(options.extra_body)
-    limits = _goodput(options.goodput)
-    prompts = read_prompts(options.dataset) if options.dataset else random_prompts(options)
+    if options.dataset is None:
+        prompts: list[Any] = random_prompts(options)
+    else:
+        prompts = read_prompts(options.dataset)
     prompts = list(itertools.islice(itertools.cycle(prompts), options.num_prompts))
-    result = asyncio.run(measure(options, extra, prompts))
+    result = asyncio.run(measure(options, prompts))
     timed: list[Timed] = result.pop("timed")
-    result |= summary(timed, result["seconds"], limits)
+    result |= summary(timed, result["seconds"], options.goodput)
     print(table(result))
     if options.output is not None:
         write_json(options.output, _document(options, result, timed))
@@ -101,18 +83,16 @@ def random_prompts(options: ServeBenchOptions) -> list[list[int]]:
     return [prefix + draw(rest) for _ in range(options.num_prompts)]
 
 
-async def measure(
-    options: ServeBenchOptions, extra: dict[str, Any], prompts: Sequence[Any]
-) -> dict[str, Any]:
-    """Run all requests, with the `extra` fields of a body. Raises `DataError` if there is no
-    server, or it refuses a request of the warm-up."""
+async def measure(options: ServeBenchOptions, prompts: Sequence[Any]) -> dict[str, Any]:
+    """Run all requests. Raises `DataError` if there is no server, or it refuses a request of the
+    warm-up."""
     try:
         client = Client(options.base_url, api_key=options.api_key)
     except ValueError as error:
         raise UsageError(f"`base_url`: {error}") from None
     try:
-        model = options.model or (await client.get("/v1/models"))["data"][0]["id"]
-    except (OSError, EOFError, ValueError, LookupError) as error:
+        model = options.model or client.first_model()
+    except (OSError, HTTPException, ValueError, LookupError) as error:
         raise DataError(f"no server at {options.base_url}: {error}") from None
     body = {
         "model": model,
@@ -121,7 +101,9 @@ async def measure(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    body |= ({} if options.no_ignore_eos else {"ignore_eos": True}) | extra
+    if not options.no_ignore_eos:
+        body["ignore_eos"] = True
+    body |= options.extra_body
     rng = random.Random(options.seed + 1)
     for _ in range(options.num_warmups):
         warm = await client.complete(body | {"prompt": [rng.randrange(options.vocab_size)] * 8})
@@ -149,9 +131,7 @@ async def measure(
     return {"model": model, "timed": timed, "seconds": seconds, "client_cpu_share": cpu / seconds}
 
 
-def summary(
-    timed: Sequence[Timed], seconds: float, limits: dict[str, float] | None = None
-) -> dict[str, Any]:
+def summary(timed: Sequence[Timed], seconds: float, limits: Mapping[str, float]) -> dict[str, Any]:
     """Rates and times of a run; `limits` in seconds are those of the goodput."""
     good = [one for one in timed if one.error is None]
     result: dict[str, Any] = {
@@ -168,23 +148,10 @@ def summary(
         within = [
             one
             for one in good
-            if all((getattr(one, name) or 0) <= ms for name, ms in limits.items())
+            if all((getattr(one, name) or 0) <= limit for name, limit in limits.items())
         ]
         result["goodput_requests_per_s"] = len(within) / seconds
-    values = {
-        "ttft": [one.ttft for one in good],
-        "tpot": [one.tpot for one in good if one.tpot is not None],
-        "itl": [gap for one in good for gap in one.itl],
-        "e2e": [one.e2e for one in good],
-    }
-    for name, found in values.items():
-        if found:
-            cuts = (
-                statistics.quantiles(found, n=100, method="inclusive") if found[1:] else found * 99
-            )
-            result[name] = {"mean": statistics.fmean(found)}
-            result[name] |= {f"p{p}": cuts[p - 1] for p in PERCENTILES}
-    return result
+    return result | {name: spread(values) for name, values in times_of(good).items() if values}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -199,34 +166,20 @@ def table(result: dict[str, Any]) -> str:
     if "goodput_requests_per_s" in result:
         lines.append(f"goodput: {result['goodput_requests_per_s']:.2f} requests/s")
     lines += ["", "| ms | mean | p50 | p90 | p99 |", "| --- | ---: | ---: | ---: | ---: |"]
-    for name in ("ttft", "tpot", "itl", "e2e"):
+    for name in TIMES:
         if name in result:
             cells = (f"{1e3 * value:.2f}" for value in result[name].values())
             lines.append(f"| {name.upper()} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _goodput(text: str | None) -> dict[str, float]:
-    limits = {}
-    for part in text.split(",") if text else ():
-        name, _, milliseconds = part.partition(":")
-        try:
-            limits[name] = float(milliseconds) / 1e3
-        except ValueError:
-            name = ""
-        if name not in GOODPUT:
-            raise UsageError(f"`goodput`={part!r} is not like ttft:500, tpot:50 or e2e:10000")
-    return limits
-
-
 def _document(
     options: ServeBenchOptions, result: dict[str, Any], timed: Sequence[Timed]
 ) -> dict[str, Any]:
-    recorded = {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in vars(options).items()
-        if name not in ("api_key", "output") and value != math.inf
-    }
+    recorded = {name: value for name, value in vars(options).items() if value != math.inf}
+    del recorded["api_key"], recorded["output"]
+    if options.dataset is not None:
+        recorded["dataset"] = str(options.dataset)
     begin = min((one.sent for one in timed), default=0.0)
     rows = [
         {

@@ -14,13 +14,42 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 from pathlib import Path
+from typing import Any
 
 from ...cli import token_count
 from ...cli.fields import add_flags, option
+from ...errors import UsageError
 
 _DEFAULT = "(default: %(default)s)"
+_GOODPUT = ("ttft", "tpot", "e2e")
+
+
+def parse_goodput(text: str) -> dict[str, float]:
+    """`"ttft:500,tpot:50"`, in milliseconds -> {"ttft": 0.5, "tpot": 0.05}. Raises `UsageError`."""
+    limits = {}
+    for part in text.split(","):
+        name, _, milliseconds = part.partition(":")
+        try:
+            limits[name] = float(milliseconds) / 1e3
+        except ValueError:
+            name = ""
+        if name not in _GOODPUT:
+            raise UsageError(f"`goodput`={part!r} is not like ttft:500, tpot:50 or e2e:10000")
+    return limits
+
+
+def parse_fields(text: str) -> dict[str, Any]:
+    """Fields of a body, as JSON. Raises `UsageError`."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise UsageError(f"`extra_body`: must be an object in JSON, got {text!r}")
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,16 +60,16 @@ class ServeBenchOptions:
     api_key: str | None = option(None, "a key of the server", metavar="KEY")
     model: str | None = option(None, "model (default: the server's first)", metavar="NAME")
     dataset: Path | None = option(None, "prompts (default: random token ids)", metavar="JSONL")
-    input_len: int = option(512, _DEFAULT, metavar="N", parse=token_count)
-    output_len: int = option(128, _DEFAULT, metavar="N", parse=token_count)
+    input_len: int = option(512, _DEFAULT, metavar="N", parse=token_count, at_least=1)
+    output_len: int = option(128, _DEFAULT, metavar="N", parse=token_count, at_least=1)
     prefix_len: int = option(
         0,
         f"tokens that all prompts begin with, part of --input-len {_DEFAULT}",
         metavar="N",
         parse=token_count,
     )
-    vocab_size: int = option(1000, f"random ids are below this {_DEFAULT}", metavar="N")
-    num_prompts: int = option(100, _DEFAULT, metavar="N")
+    vocab_size: int = option(1000, f"random ids are below this {_DEFAULT}", metavar="N", at_least=1)
+    num_prompts: int = option(100, _DEFAULT, metavar="N", at_least=1)
     request_rate: float = option(math.inf, "requests a second (default: all at once)", metavar="R")
     burstiness: float = option(
         1.0,
@@ -48,12 +77,14 @@ class ServeBenchOptions:
         f"{_DEFAULT}",
         metavar="B",
     )
-    max_concurrency: int | None = option(None, "requests that run (default: all)", metavar="N")
-    num_warmups: int = option(1, f"first, untimed {_DEFAULT}", metavar="N")
-    goodput: str | None = option(
-        None, "share within ttft:MS, tpot:MS, e2e:MS", metavar="NAME:MS,..."
+    max_concurrency: int | None = option(
+        None, "requests that run (default: all)", metavar="N", at_least=1
     )
-    extra_body: str = option("{}", "more fields of a body", metavar="JSON")
+    num_warmups: int = option(1, f"first, untimed {_DEFAULT}", metavar="N", at_least=0)
+    goodput: dict = option(
+        {}, "share within ttft:MS, tpot:MS, e2e:MS", metavar="NAME:MS,...", convert=parse_goodput
+    )
+    extra_body: dict = option({}, "more fields of a body", metavar="JSON", convert=parse_fields)
     no_ignore_eos: bool = option(False, "let answers end by themselves", names=("--no-ignore-eos",))
     seed: int = option(0, f"of prompts and arrivals {_DEFAULT}")
     output: Path | None = option(

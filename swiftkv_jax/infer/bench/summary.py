@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from ...model.cache import bytes_per_token
 from ...model.config import Config
@@ -34,11 +33,8 @@ from ...plan.cost import (
 from ...plan.roofline import Roofline
 from ..runner.serving_form import Weights, num_bytes, served_config
 from ..runner.shapes import Shapes, kv_programs
-from .cells import STUDENT, Cell, Mode
+from .cells import STUDENT, TIMES, Cell, Mode, spread
 from .timing import Raw
-
-PERCENTILES = (50, 90, 99)
-TIMES = ("ttft", "tpot", "itl", "e2e")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,18 +148,12 @@ def compare(mode: Mode, student: Sequence[Raw], teacher: Sequence[Raw]) -> dict[
     when they arrive.
     """
     if mode == "latency":
-        means = {
-            name: [
-                statistics.fmean(_pooled(raws, name) or [math.nan]) for raws in (teacher, student)
-            ]
-            for name in TIMES
-        }
-        ratios = {
-            f"{name}_speed_up": slow / fast for name, (slow, fast) in means.items() if fast > 0
-        }
-        return {"speed_up": ratios["e2e_speed_up"]} | {
-            name: ratio for name, ratio in ratios.items() if not math.isnan(ratio)
-        }
+        found = {}
+        for name in TIMES:
+            slow, fast = _pooled(teacher, name), _pooled(student, name)
+            if slow and fast and statistics.fmean(fast) > 0:
+                found[f"{name}_speed_up"] = statistics.fmean(slow) / statistics.fmean(fast)
+        return {"speed_up": found["e2e_speed_up"]} | found
 
     def ratio(choose: Callable, key: str) -> float:
         return choose(raw[key] for raw in teacher) / choose(raw[key] for raw in student)
@@ -232,23 +222,19 @@ def _decode(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) -
 def _offline(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) -> dict[str, Any]:
     new = cell.prompts * cell.output_len
     total = cell.prompts * cell.length
-    # Positions that the first and the last decode step attend to.
-    first = cell.input_len
-    last = cell.length - 1
-    decoding = cell.output_len * decode_flops(
-        variant.config, (first + last) / 2, swiftkv=variant.swiftkv
-    )
+    # The mean of the positions that the first and the last decode step attend to.
+    context = (cell.input_len + cell.length - 1) / 2
     executed = cell.prompts * (
-        prefill_flops(variant.prompt_config, cell.input_len - 1, swiftkv=variant.swiftkv) + decoding
+        prefill_flops(variant.prompt_config, cell.input_len - 1, swiftkv=variant.swiftkv)
+        + cell.output_len * decode_flops(variant.config, context, swiftkv=variant.swiftkv)
     )
-    calls = [statistics.median(raw[kind] for raw in raws) for kind in ("chunks", "decode_calls")]
-    moved = (
-        calls[0] * variant.prefill_bytes + calls[1] * variant.decode_steps * variant.weight_bytes
+    chunks, calls = (
+        statistics.median(raw[kind] for raw in raws) for kind in ("chunks", "decode_calls")
     )
-    moved += total * variant.written_bytes + (
-        new * visible_positions(variant.config, (first + last) / 2) * variant.kv_bytes
-    )
-    moved += variant.tail_bytes
+    moved = chunks * variant.prefill_bytes + variant.tail_bytes
+    moved += calls * variant.decode_steps * variant.weight_bytes
+    moved += total * variant.written_bytes
+    moved += new * visible_positions(variant.config, context) * variant.kv_bytes
     return {
         "tokens_per_s": total / seconds,
         "output_tokens_per_s": new / seconds,
@@ -262,17 +248,13 @@ def _latency(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) 
     row = _offline(cell, raws, variant, seconds)
     for name in TIMES:
         if values := _pooled(raws, name):
-            row[f"{name}_mean"] = statistics.fmean(values)
-            row |= {
-                f"{name}_p{percent}": float(np.percentile(values, percent))
-                for percent in PERCENTILES
-            }
+            row |= {f"{name}_{part}": value for part, value in spread(values).items()}
     return row
 
 
 def _pooled(raws: Sequence[Raw], name: str) -> list[float]:
-    """Times of all requests of all repetitions, but those that are None."""
-    return [value for raw in raws for value in raw[name] if value is not None]
+    """Times of all requests of all repetitions."""
+    return [value for raw in raws for value in raw[name]]
 
 
 # The table --------------------------------------------------------------------

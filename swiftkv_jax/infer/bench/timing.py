@@ -19,11 +19,11 @@ import numpy as np
 
 from ...errors import UsageError
 from ..engine.engine import Engine
-from ..engine.requests import Request, RequestOutput
+from ..engine.requests import Request
 from ..engine.sampling_params import SamplingParams
 from ..engine.stats import Stats
 from ..runner.compilation import CompileCounter
-from .cells import Cell, Mode, arrival_times
+from .cells import Cell, Mode, Timed, arrival_times, times_of
 
 Raw = dict[str, Any]
 """Seconds, and lists of seconds, by name."""
@@ -101,19 +101,17 @@ def offline(engine: Engine, cell: Cell, seed: int, clock: Clock = time) -> Raw:
 
 
 def latency(engine: Engine, cell: Cell, seed: int, clock: Clock = time) -> Raw:
-    """Times of requests that arrive one by one. Each list has an entry for each request, `itl` one
-    for each wait between two of its outputs.
+    """`times_of` requests that arrive one by one.
 
     Times count from the arrival, also if the request then waits for `max_concurrency`. An output
-    has up to `decode_steps` tokens. TPOT is (e2e - TTFT) / (output tokens - 1), as in `vllm
-    bench serve`.
+    has up to `decode_steps` tokens.
     """
     requests = collections.deque(_requests(engine, cell, seed, cell.prompts))
     assert cell.request_rate is not None
     arrivals = collections.deque(arrival_times(cell.prompts, cell.request_rate, seed))
     before = dataclasses.replace(engine.stats)
-    inside = {}
-    done: list[_RequestTimes] = []
+    inside = dict[int, Timed]()
+    done: list[Timed] = []
     with _stopwatch(clock) as raw:
         start = clock.perf_counter()
         while requests or inside:
@@ -123,57 +121,18 @@ def latency(engine: Engine, cell: Cell, seed: int, clock: Clock = time) -> Raw:
                 and len(inside) < (cell.max_concurrency or cell.prompts)
             ):
                 request_id = engine.add_request(requests.popleft())
-                inside[request_id] = _RequestTimes(start + arrivals.popleft())
+                inside[request_id] = Timed(start + arrivals.popleft())
             if not inside:
                 clock.sleep(max(0.0, start + arrivals[0] - clock.perf_counter()))
-            for output in engine.step() if engine.has_work else ():
-                inside[output.request_id].add(output, clock.perf_counter())
+                continue
+            for output in engine.step():
+                timed = inside[output.request_id]
+                timed.arrivals.append(clock.perf_counter())
+                timed.num_tokens += len(output.token_ids)
                 if output.finish_reason is not None:
                     done.append(inside.pop(output.request_id))
-    lists = {
-        "ttft": [times.ttft for times in done],
-        "tpot": [times.tpot for times in done],
-        "e2e": [times.e2e for times in done],
-    }
-    new = sum(times.tokens for times in done)
-    return (
-        raw
-        | lists
-        | {"itl": [wait for times in done for wait in times.waits], "new_tokens": new}
-        | _engine_seconds(engine, before)
-    )
-
-
-@dataclasses.dataclass
-class _RequestTimes:
-    """Moments of a request, seconds of a `Clock.perf_counter`."""
-
-    arrived: float
-    tokens: int = 0
-    first: float | None = None
-    last: float = 0.0
-    waits: list[float] = dataclasses.field(default_factory=list)
-
-    def add(self, output: RequestOutput, now: float) -> None:
-        if self.first is None:
-            self.first = now
-        else:
-            self.waits.append(now - self.last)
-        self.last, self.tokens = now, self.tokens + len(output.token_ids)
-
-    @property
-    def ttft(self) -> float:
-        assert self.first is not None
-        return self.first - self.arrived
-
-    @property
-    def e2e(self) -> float:
-        return self.last - self.arrived
-
-    @property
-    def tpot(self) -> float | None:
-        """Seconds per token after the first; None for a single token."""
-        return None if self.tokens < 2 else (self.e2e - self.ttft) / (self.tokens - 1)
+    new = sum(timed.num_tokens for timed in done)
+    return raw | times_of(done) | {"new_tokens": new} | _engine_seconds(engine, before)
 
 
 def _requests(engine: Engine, cell: Cell, seed: int, count: int) -> list[Request]:

@@ -23,7 +23,6 @@ from ...model.cut import choose_cut, choose_generated_kv
 from ...model.mesh import MODEL, dp_size
 from ...model.model import Model, add_swiftkv, default_dtype
 from ...model.quantization import Format, Scheme, scheme_for
-from ...pallas_kernels import Implementation
 from ...plan.hardware import GIB
 from ...plan.presets import PRESETS
 from ..engine.engine import Engine
@@ -46,7 +45,7 @@ at the same time."""
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Weights of the variants."""
+    """Weights of the variants, and the engines that are made of them."""
 
     config: Config
     dtype: jnp.dtype
@@ -56,6 +55,79 @@ class Source:
     model: Callable[[Sequence[str]], Model]
     """Makes or reads a model that has the weights of the named variants. Called once for each
     engine that is alone in memory."""
+
+    @property
+    def devices(self) -> int:
+        return 1 if self.mesh is None else self.mesh.size
+
+    def check_memory(
+        self, names: Sequence[str], mode: Mode, cells: Sequence[Cell], options: EngineOptions
+    ) -> None:
+        """Raise `OutOfMemoryError` if weights and cache of a variant alone do not fit a device. In
+        a mode with a queue the cache has to hold one sequence."""
+        lower = "`input_len` or `batch`"
+        if mode in QUEUED:
+            lower = "`input_len` or `output_len`"
+            options = dataclasses.replace(options, max_num_seqs=1)
+        available = _available_memory()
+        for name in names:
+            weights, cache = self._needed_memory(name, cells, options)
+            if weights + cache > available:
+                raise OutOfMemoryError(
+                    f"{name} does not fit: {self.description} needs {weights / GIB:.2f} GiB of "
+                    f"weights and {cache / GIB:.2f} GiB of KV cache on each device, which has "
+                    f"{available / GIB:.2f} GiB: lower {lower}, store weights in 8 bits with "
+                    f"`quantization`, or split them over more devices with `mesh`"
+                )
+
+    def fit_together(self, cells: Sequence[Cell], options: EngineOptions) -> bool:
+        """Whether both engines fit beside each other and the weights they are made of."""
+        each = [self._needed_memory(name, cells, options) for name in (STUDENT, TEACHER)]
+        total = sum(map(sum, each)) + max(weights for weights, _ in each)
+        return total <= MAX_MEMORY_SHARE * _available_memory()
+
+    def _needed_memory(
+        self, name: str, cells: Sequence[Cell], options: EngineOptions
+    ) -> tuple[int, int]:
+        """Bytes on one device of the weights, and of the cache that the largest cell fills."""
+        config = with_kv_head_copies(self.config, self.mesh)
+        shapes = weight_shapes(config, name == STUDENT, self.dtype, self.quantization)
+        split = 1 if self.mesh is None else self.mesh.shape[MODEL]
+        served = served_config(self.config, name == STUDENT, mesh=self.mesh)
+        layout = Layout(served, cache_dtype(options.kv_cache_dtype, self.dtype), self.mesh)
+        rows = -(-options.max_num_seqs // dp_size(self.mesh))
+        pages = num_pages(cells, rows, options.page_size)
+        return num_bytes(shapes) // split, pages * layout.page_bytes(options.page_size)
+
+    def engine(
+        self,
+        model: Model,
+        name: str,
+        bench: BenchOptions,
+        cells: Sequence[Cell],
+        options: EngineOptions,
+        *,
+        alone: bool,
+    ) -> Engine[ModelRunner]:
+        """An engine for one variant. Its cache is as large as the cells can use; `alone`, in a mode
+        with a queue, it gets all memory that is left."""
+        if options.kv_cache_memory is None and not (alone and bench.mode in QUEUED):
+            _, cache = self._needed_memory(name, cells, options)
+            options = dataclasses.replace(options, kv_cache_memory=cache)
+        logger.info(f"{name}:")
+        return Engine.from_model(
+            model,
+            options,
+            swiftkv=name == STUDENT,
+            mesh=self.mesh,
+            attention=bench.model.attention,
+            donate=alone,
+        )
+
+
+def _available_memory() -> int:
+    """Bytes of one device; on a CPU, of the machine."""
+    return memory_limit(jax.local_devices()[0], 1.0) or host_memory()
 
 
 def open_source(options: BenchOptions) -> Source:
@@ -82,16 +154,11 @@ def _dummy_source(options: BenchOptions) -> Source:
     )
     config, name = _dummy_config(options)
     if STUDENT in options.swiftkv:
-        config = choose_cut(
-            config,
-            options.num_key_value_layers,
-            options.key_value_group_size,
-            prompt_attention_layers=options.prompt_attention_layers,
-            prompt_mlp_neurons=options.prompt_mlp_neurons,
-            boundary_taps=options.boundary_taps,
-        )
+        config = choose_cut(config, **options.cut)
     config = _with_generated_kv(options, config)
-    dtype = jnp.dtype(default_dtype() if model.dtype in (None, "auto") else model.dtype)
+    dtype = default_dtype()
+    if model.dtype not in (None, "auto"):
+        dtype = jnp.dtype(model.dtype)
     scheme = None
     if model.quantization not in (None, "none"):
         scheme = scheme_for(cast(Format, model.quantization), jax.devices()[0].device_kind)
@@ -109,12 +176,29 @@ def _dummy_source(options: BenchOptions) -> Source:
     return Source(config, dtype, scheme, mesh, f"{name}, random weights", make)
 
 
-def _checkpoint_source(options: BenchOptions) -> Source:
-    names = "prompt_attention_layers", "prompt_mlp_neurons", "boundary_taps"
-    given = [f"`{name}`" for name in names if getattr(options, name) is not None]
-    if options.num_key_value_layers is None and given:
+def _dummy_config(options: BenchOptions) -> tuple[Config, str]:
+    if (options.config is None) == (options.model.model is None):
         raise UsageError(
-            f"{given[0]} is of a cut: add `num_key_value_layers`, or `load_format`=dummy"
+            "`load_format`=dummy takes the architecture from either `config` or `model`: give one "
+            "of them"
+        )
+    name = options.config or str(options.model.model)
+    if name in PRESETS:
+        return PRESETS[name], name
+    folder = local_path(name, options.model.revision, weights=False)
+    if not folder.is_file() and not (folder / "config.json").is_file():
+        raise UsageError(
+            f"`config`={name}: neither a preset ({', '.join(PRESETS)}) nor a folder with a "
+            f"config.json"
+        )
+    return auxiliary_files_of(folder)[0], name
+
+
+def _checkpoint_source(options: BenchOptions) -> Source:
+    of_a_cut = [name for name in options.cut if name != "key_value_group_size"]
+    if of_a_cut and options.num_key_value_layers is None:
+        raise UsageError(
+            f"`{of_a_cut[0]}` is of a cut: add `num_key_value_layers`, or `load_format`=dummy"
         )
     model, mesh = load_model(options.model)
     model = _with_cut(options, model)
@@ -136,17 +220,8 @@ def _checkpoint_source(options: BenchOptions) -> Source:
 def _with_cut(options: BenchOptions, model: Model) -> Model:
     """The model with a new delta if the options name a cut: speed does not depend on what a delta
     has learnt."""
-    layers = options.num_key_value_layers
-    group = options.key_value_group_size
-    if layers is not None:
-        model = add_swiftkv(
-            model,
-            layers,
-            group or 1,
-            prompt_attention_layers=options.prompt_attention_layers or 0,
-            prompt_mlp_neurons=options.prompt_mlp_neurons or 0,
-            boundary_taps=options.boundary_taps or 0,
-        )
+    if options.num_key_value_layers is not None:
+        model = add_swiftkv(model, **options.cut)
     return dataclasses.replace(model, config=_with_generated_kv(options, model.config))
 
 
@@ -156,105 +231,3 @@ def _with_generated_kv(options: BenchOptions, config: Config) -> Config:
         return config
     given = (options.engine.get(name) for name in ("generated_kv", "exact_tail"))
     return choose_generated_kv(config, *given, exact_head=options.exact_head)
-
-
-def _dummy_config(options: BenchOptions) -> tuple[Config, str]:
-    if (options.config is None) == (options.model.model is None):
-        raise UsageError(
-            "`load_format`=dummy takes the architecture from either `config` or `model`: give one "
-            "of them"
-        )
-    name = options.config or str(options.model.model)
-    if name in PRESETS:
-        return PRESETS[name], name
-    folder = local_path(name, options.model.revision, weights=False)
-    if not folder.is_file() and not (folder / "config.json").is_file():
-        raise UsageError(
-            f"`config`={name}: neither a preset ({', '.join(PRESETS)}) nor a folder with a "
-            f"config.json"
-        )
-    return auxiliary_files_of(folder)[0], name
-
-
-# Memory -----------------------------------------------------------------------
-
-
-def check_memory(
-    source: Source, names: Sequence[str], mode: Mode, cells: Sequence[Cell], options: EngineOptions
-) -> None:
-    """Raise `OutOfMemoryError` if weights and cache of a variant alone do not fit a device. In a
-    mode with a queue the cache has to hold one sequence."""
-    lower = "`input_len` or `batch`"
-    if mode in QUEUED:
-        lower = "`input_len` or `output_len`"
-        options = dataclasses.replace(options, max_num_seqs=1)
-    available = _available_memory()
-    for name in names:
-        weights, cache = _needed_memory(source, name, cells, options)
-        if weights + cache > available:
-            raise OutOfMemoryError(
-                f"{name} does not fit: {source.description} needs {weights / GIB:.2f} GiB of "
-                f"weights and {cache / GIB:.2f} GiB of KV cache on each device, which has "
-                f"{available / GIB:.2f} GiB: lower {lower}, store weights in 8 bits with "
-                f"`quantization`, or split them over more devices with `mesh`"
-            )
-
-
-def fit_together(source: Source, cells: Sequence[Cell], options: EngineOptions) -> bool:
-    """Whether both engines fit beside each other and the weights they are made of."""
-    each = [_needed_memory(source, name, cells, options) for name in (STUDENT, TEACHER)]
-    total = sum(weights + cache for weights, cache in each) + max(weights for weights, _ in each)
-    return total <= MAX_MEMORY_SHARE * _available_memory()
-
-
-def _available_memory() -> int:
-    """Bytes of one device; on a CPU, of the machine."""
-    return memory_limit(jax.local_devices()[0], 1.0) or host_memory()
-
-
-def _needed_memory(
-    source: Source, name: str, cells: Sequence[Cell], options: EngineOptions
-) -> tuple[int, int]:
-    """Bytes of weights and of cache on one device."""
-    config = with_kv_head_copies(source.config, source.mesh)
-    weights = num_bytes(weight_shapes(config, name == STUDENT, source.dtype, source.quantization))
-    split = 1 if source.mesh is None else source.mesh.shape[MODEL]
-    return weights // split, _cache_bytes(source, name, cells, options)
-
-
-def _cache_bytes(source: Source, name: str, cells: Sequence[Cell], options: EngineOptions) -> int:
-    """Bytes on one device of the cache that the largest cell fills."""
-    served = served_config(source.config, name == STUDENT, mesh=source.mesh)
-    rows = -(-options.max_num_seqs // dp_size(source.mesh))
-    layout = Layout(served, cache_dtype(options.kv_cache_dtype, source.dtype), source.mesh)
-    return num_pages(cells, rows, options.page_size) * layout.page_bytes(options.page_size)
-
-
-# Engines ----------------------------------------------------------------------
-
-
-def build(
-    source: Source,
-    model: Model,
-    name: str,
-    mode: Mode,
-    cells: Sequence[Cell],
-    options: EngineOptions,
-    *,
-    alone: bool,
-    attention: Implementation | None,
-) -> Engine[ModelRunner]:
-    """An engine for one variant. Its cache is as large as the cells can use; `alone`, in a mode
-    with a queue, it gets all memory that is left."""
-    if options.kv_cache_memory is None and not (alone and mode in QUEUED):
-        cache = _cache_bytes(source, name, cells, options)
-        options = dataclasses.replace(options, kv_cache_memory=cache)
-    logger.info(f"{name}:")
-    return Engine.from_model(
-        model,
-        options,
-        swiftkv=name == STUDENT,
-        mesh=source.mesh,
-        attention=attention,
-        donate=alone,
-    )

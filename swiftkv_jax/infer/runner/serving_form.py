@@ -150,11 +150,7 @@ def weight_shapes(
     """The `ShapeDtypeStruct` of every served weight, for compiling without a checkpoint. `dtype` is
     that of the weights that are not quantised. On a `mesh` they have the shardings of a model that
     was loaded there."""
-    llama: Any = quantized_shapes(llama_shapes(config, dtype), quantization)
-    delta: Any = quantized_shapes(swiftkv_shapes(config, dtype), quantization)
-    if mesh is not None:
-        llama = jax.tree.map(_placed, llama, llama_shardings(config, mesh, quantization))
-        delta = jax.tree.map(_placed, delta, swiftkv_shardings(config, mesh, quantization))
+    llama, delta = model_shapes(config, dtype, quantization, mesh)
     if not config.has_two_caches:
         delta = dataclasses.replace(delta, mix=None)
     return _weights(
@@ -163,6 +159,21 @@ def weight_shapes(
         delta if swiftkv else None,
         own_kv=config.keeps_own,
         two_caches=config.has_two_caches,
+    )
+
+
+def model_shapes(
+    config: Config, dtype: Any, quantization: Scheme | None = None, mesh: Mesh | None = None
+) -> tuple[Any, Any]:
+    """The `ShapeDtypeStruct` of every weight of a whole model, (teacher, delta), with arguments as
+    those of `weight_shapes`."""
+    llama = quantized_shapes(llama_shapes(config, dtype), quantization)
+    delta = quantized_shapes(swiftkv_shapes(config, dtype), quantization)
+    if mesh is None:
+        return llama, delta
+    return (
+        jax.tree.map(_placed, llama, llama_shardings(config, mesh, quantization)),
+        jax.tree.map(_placed, delta, swiftkv_shardings(config, mesh, quantization)),
     )
 
 

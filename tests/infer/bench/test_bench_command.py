@@ -3,6 +3,7 @@ is measured."""
 
 import dataclasses
 import json
+import math
 import re
 
 import pytest
@@ -10,52 +11,38 @@ import pytest
 from swiftkv_jax import cli
 from swiftkv_jax.checkpoints.hf_config import config_to_hf
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.infer.__main__ import main
+from swiftkv_jax.infer.__main__ import main, parser
 from swiftkv_jax.infer.bench import command, variants
-from swiftkv_jax.infer.bench.cells import (
-    MODES,
-    QUEUED,
-    STUDENT,
-    TEACHER,
-    Cell,
-    check_lengths,
-    make_cells,
-    num_pages,
-)
+from swiftkv_jax.infer.bench.cells import MODES, QUEUED, STUDENT, TEACHER, Cell, num_pages
+from swiftkv_jax.infer.bench.options import BenchOptions, plan
 from tests.infer.bench.conftest import CONFIG, ROOFLINE
 
 
-@pytest.fixture
-def quick_roofline(monkeypatch):
-    monkeypatch.setattr(
-        command,
-        "measure_roofline",
-        lambda dtype, devices: dataclasses.replace(ROOFLINE, devices=devices),
-    )
+@pytest.mark.parametrize(
+    ("flags", "cells"),
+    [
+        ("prefill --batch 1,2", [Cell(n, 1, b) for n in (4, 8) for b in (1, 2)]),
+        ("decode --output-len 17", [Cell(4, 24, 1), Cell(8, 24, 1)]),
+        ("offline --output-len 7 --num-prompts 9", [Cell(4, 7, 9), Cell(8, 7, 9)]),
+        (
+            "latency --request-rate 1,inf --max-concurrency 3",
+            [Cell(n, 128, 64, rate, 3) for n in (4, 8) for rate in (1.0, math.inf)],
+        ),
+    ],
+)
+def test_cells(flags, cells):
+    assert plan(parsed(f"{flags} --input-len 4,8"))[1] == cells
 
 
-def test_cells():
-    plan = {
-        "input_lens": [4, 8],
-        "batches": [1, 2],
-        "num_prompts": 9,
-        "request_rates": [1.0, 2.0],
-        "max_concurrency": 3,
-    }
-    assert make_cells("prefill", output_len=7, decode_steps=8, **plan) == [
-        Cell(n, 1, b) for n in (4, 8) for b in (1, 2)
-    ]
-    assert make_cells("decode", output_len=17, decode_steps=8, **plan)[0] == Cell(4, 24, 1)
-    assert make_cells("offline", output_len=7, decode_steps=8, **plan) == [
-        Cell(4, 7, 9),
-        Cell(8, 7, 9),
-    ]
-    assert make_cells("latency", output_len=7, decode_steps=8, **plan)[1] == Cell(4, 7, 9, 2.0, 3)
+def parsed(flags: str) -> BenchOptions:
+    return BenchOptions.from_args(parser("bench").parse_args(flags.split()))
+
+
+def test_the_engine_has_the_shapes_of_the_cells():
+    options, _ = plan(parsed("decode --input-len 4,8 --batch 3,9 --output-len 16 --mesh 2x1"))
+    assert (options.max_model_len, options.max_num_seqs, options.decode_rows) == (24, 9, (2, 5))
+    assert plan(parsed("prefill"))[0].decode_steps == 1
     assert num_pages([Cell(4, 4, 9), Cell(9, 8, 2)], rows=3, page_size=8) == 6
-    with pytest.raises(ValueError, match="`output_len`=8 must be at least 16"):
-        make_cells("decode", output_len=8, decode_steps=8, **plan)
-    with pytest.raises(ValueError, match="12 positions, above the limit of 11"):
-        check_lengths([Cell(8, 4, 1)], 11)
 
 
 @pytest.mark.parametrize(
@@ -64,10 +51,13 @@ def test_cells():
         ("prefill --config llama-9b --load-format dummy", "--config llama-9b: neither a preset"),
         ("prefill --config llama-3.1-8b", "add --load-format dummy"),
         ("prefill --load-format dummy", "either --config or --model"),
-        ("offline --batch 2", "--batch is for prefill and decode"),
+        ("decode --output-len 8", "--output-len 8 must be at least 16"),
+        ("offline --batch 2", "--batch is for prefill and decode, not for offline: --max-num-seqs"),
         ("decode --max-num-seqs 2", "--max-num-seqs is for offline and latency"),
-        ("decode --request-rate 2", "are for latency, not for decode"),
-        ("prefill --output-len 8", "--output-len is not for prefill"),
+        ("decode --request-rate 2", "--request-rate is for latency, not for decode"),
+        ("prefill --output-len 8", "and latency, not for prefill, which ends where the first"),
+        ("latency --num-prompts 0", "--num-prompts 0: must be at least 1"),
+        ("decode --seed -1", "--seed -1: must be at least 0"),
         ("decode --num-prompts 8", "--num-prompts is for offline and latency"),
         ("prefill -o {tmp}/there.json", "exists already"),
         ("prefill -o {tmp}/no/where.json", "its folder does not exist"),
@@ -131,7 +121,6 @@ NONSENSE = [
     "prefill --input-len 1",
     "decode --batch 0",
     "latency --request-rate 0",
-    "decode --seed -1",
     "fly",
 ]
 
@@ -142,44 +131,27 @@ def test_flags_that_make_no_sense(flags, capsys):
         main(["bench", *flags.split()])
 
 
-def test_both_variants_in_one_run(tmp_path, capsys, quick_roofline):
+def test_both_variants_in_one_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "measure_roofline", lambda dtype, devices: ROOFLINE)
     (tmp_path / "config.json").write_text(json.dumps(config_to_hf(CONFIG.cut(2))))
-    flags = (
-        "decode --load-format dummy --input-len 16 --output-len 4 --decode-steps 2 --batch 2 "
-        "-r 2 --page-size 8 --compile-cache none"
-    )
     path = tmp_path / "result.json"
-    assert (
-        main(
-            [
-                "bench",
-                *flags.split(),
-                "--config",
-                str(tmp_path),
-                "--num-key-value-layers",
-                "1",
-                "-o",
-                str(path),
-            ]
-        )
-        == 0
+    flags = (
+        f"decode --load-format dummy --input-len 16 --output-len 4 --decode-steps 2 --batch 2 -r 2 "
+        f"--page-size 8 --compile-cache none --config {tmp_path} --num-key-value-layers 1 -o {path}"
     )
+    assert main(["bench", *flags.split()]) == 0
     text = capsys.readouterr()
-    assert (
-        len(re.findall(r"^\| 16 in, 4 out, 2 prompts \| (?:swiftkv|teacher) ", text.out, re.M)) == 2
-    )
+    rows = re.findall(r"^\| 16 in, 4 out, 2 prompts \| (swiftkv|teacher) ", text.out, re.M)
+    assert rows == [STUDENT, TEACHER]
     order = re.findall(r"repetition \d: (\w+)", text.err)
     assert order == [STUDENT, TEACHER, TEACHER, STUDENT], "they take turns in going first"
     document = json.loads(path.read_text())
     student, teacher = document["rows"]
-    assert student["cell"] == teacher["cell"] and [
-        raw["seed"] for raw in student["repetitions"]
-    ] == [0, 1]
-    assert [raw["seed"] for raw in teacher["repetitions"]] == [0, 1]
-    assert student["speed_up"] > 0 and student["compilations"] == teacher["compilations"] == 0
-    assert (
-        document["engines"][STUDENT]["plan"]["weights"]
-        != document["engines"][TEACHER]["plan"]["weights"]
-    )
+    assert student["cell"] == teacher["cell"]
+    for row in (student, teacher):
+        assert [raw["seed"] for raw in row["repetitions"]] == [0, 1] and row["compilations"] == 0
+    assert student["speed_up"] > 0
+    weights = [document["engines"][name]["plan"]["weights"] for name in (STUDENT, TEACHER)]
+    assert weights[0] != weights[1]
     assert document["config"]["num_key_value_layers"] == 1 and "jax" in document["versions"]
     assert "commit" in document and not list(tmp_path.glob("*partial*"))

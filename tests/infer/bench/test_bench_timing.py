@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.infer import Engine, RequestOutput
+from swiftkv_jax.infer import Engine
 from swiftkv_jax.infer.bench import timing
 from swiftkv_jax.infer.bench.cells import Cell, arrival_times
-from swiftkv_jax.infer.engine.requests import Timing
 from tests.infer.bench.conftest import CELL
 
 
@@ -111,14 +110,6 @@ def test_latency_counts_from_arrival(engine, limit, monkeypatch):
     assert len(raw["itl"]) == 4 * 2  # 6 tokens in calls of 2
     for ttft, tpot, e2e in zip(raw["ttft"], raw["tpot"], raw["e2e"], strict=True):
         assert tpot == pytest.approx((e2e - ttft) / 5)
-
-
-def test_times_of_a_request_count_from_its_arrival():
-    times = timing._RequestTimes(arrived=3.0)
-    for now, token_ids in ((5.0, [1, 2]), (6.0, [3]), (8.0, [])):
-        times.add(RequestOutput(0, 0, token_ids, None, None, Timing(), 0), now)
-    assert (times.ttft, times.e2e, times.waits, times.tokens) == (2.0, 5.0, [1.0, 2.0], 3)
-    assert times.tpot == (5.0 - 2.0) / 2
 
 
 def test_arrivals_are_a_poisson_process():
