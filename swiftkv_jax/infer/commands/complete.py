@@ -7,13 +7,11 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ... import cli
 from ...cli.fields import given
 from ...cli.model_loading import load_model
 from ...cli.model_options import ModelOptions
@@ -24,7 +22,7 @@ from ..engine.checks import check_request
 from ..engine.options import EngineOptions
 from ..engine.requests import Request
 from ..engine.sampling_params import SamplingParams
-from .batch import Row, read_rows, run_rows
+from .batch import Row, read_rows
 from .chat_template import chat_template_text, set_chat_template
 from .complete_arguments import DEMO_PROMPT, DEMO_SAMPLING, CompleteOptions
 from .output import (
@@ -32,15 +30,13 @@ from .output import (
     TextWriter,
     log_complete,
     open_output,
-    open_writer,
+    write_rows,
 )
 from .prompts import PromptReader
 from .results import Completions
 from .resume import output_settings
 from .sampling_options import sampling_params
 from .start import start_engine
-
-logger = logging.getLogger(__name__)
 
 
 class Workload(NamedTuple):
@@ -96,16 +92,9 @@ def main(args: argparse.Namespace) -> int:
     settings = {}
     if file is not None:
         settings = output_settings(
-            "generate",
-            work.input_digest,
-            model,
-            path=model_options.path,
-            swiftkv=model_options.uses_swiftkv,
-            quantization=model_options.quantization,
-            kv_cache_dtype=engine_fields.get("kv_cache_dtype"),
-            max_model_len=engine_fields.get("max_model_len"),
-            sampling=params,
+            "generate", work.input_digest, model, model_options, engine_fields
         )
+        settings["sampling"] = dataclasses.asdict(params)
         if file.complete:
             return log_complete(file, settings)
     engine = start_engine(model, mesh, work.options, model_options)
@@ -116,13 +105,17 @@ def main(args: argparse.Namespace) -> int:
     else:
         prefix = DEMO_PROMPT if command.is_demo else ""
         writer = TextWriter(sys.stdout, _texts, stream=work.stream, prefix=prefix)
-    progress = command.input is not None
-    with open_writer(writer, file, settings, total=work.num_rows, progress=progress) as rows:
-        run_rows(engine, work.rows(rows.done), rows, in_flight=2 * work.options.max_num_seqs)
-    if summary := rows.throughput.summary(engine):
-        logger.info(summary)
-    rows.log_errors()
-    return cli.SOME_ROWS_FAILED if rows.failed else cli.OK
+    written = write_rows(
+        engine,
+        work.rows,
+        writer,
+        file,
+        settings,
+        total=work.num_rows,
+        in_flight=2 * work.options.max_num_seqs,
+        progress=command.input is not None,
+    )
+    return written.end()
 
 
 def _texts(row: Row) -> list[str]:

@@ -16,7 +16,8 @@ from tqdm import tqdm
 from ... import cli
 from ...errors import DataError, UsageError
 from ...process.distributed import from_process_0, is_main_process
-from .batch import Row, RowWriter, Throughput
+from ..engine.engine import Engine
+from .batch import Row, RowWriter, Throughput, run_rows
 from .resume import OutputFile
 
 logger = logging.getLogger(__name__)
@@ -38,10 +39,13 @@ def log_complete(file: OutputFile, settings: dict[str, Any]) -> int:
     Raises `UsageError` if it ran with other settings.
     """
     rows, failed = file.count(settings)
-    logger.info(
-        f"{file.path} is complete: {rows} rows"
-        + (f", {failed} failed; their lines say why" if failed else "")
-    )
+    more = f", {failed} failed; their lines say why" if failed else ""
+    logger.info(f"{file.path} is complete: {rows} rows{more}")
+    return exit_code(failed)
+
+
+def exit_code(failed: int) -> int:
+    """The exit code of a command of which so many rows failed."""
     return cli.SOME_ROWS_FAILED if failed else cli.OK
 
 
@@ -120,10 +124,13 @@ class ProgressWriter:
         self.done = 0
         """Rows written, those of an earlier run included."""
         self.failed = 0
-        self._on_row, self._errors = on_row, list[str]()
-        show = progress and is_main_process()
-        self._bar = tqdm(total=total, unit="row", disable=None if show else True)
-        self._tokens, self._start = 0, time.perf_counter()
+        self._on_row = on_row
+        self._errors: list[str] = []
+        self._bar = tqdm(
+            total=total, unit="row", disable=not (progress and is_main_process()) or None
+        )
+        self._tokens = 0
+        self._start = time.perf_counter()
 
     def count_existing(self, row: dict[str, Any]) -> None:
         """Count a row that an earlier run has written, which is not part of the rates."""
@@ -139,7 +146,8 @@ class ProgressWriter:
     def write(self, row: Row) -> None:
         self.writer.write(row)
         if row.error is not None:
-            self._errors += [row.error] if len(self._errors) < MAX_ERRORS_SHOWN else []
+            if len(self._errors) < MAX_ERRORS_SHOWN:
+                self._errors.append(row.error)
         elif row.result is not None:
             self.throughput.add(row.result.timing)
             self._tokens += row.result.tokens
@@ -158,28 +166,32 @@ class ProgressWriter:
     def close(self) -> None:
         self._bar.close()
 
-    def log_errors(self) -> None:
-        """Log the first few errors, a line each."""
+    def end(self) -> int:
+        """Log the first few errors, a line each, and return the exit code."""
         for error in self._errors:
             logger.error("%s", error)
         if (more := self.failed - len(self._errors)) > 0:
             logger.error(f"{more} more rows failed; their lines say why")
+        return exit_code(self.failed)
 
 
-@contextlib.contextmanager
-def open_writer(
+def write_rows(
+    engine: Engine,
+    rows: Callable[[int], Iterator[Row]],
     writer: RowWriter,
     file: OutputFile | None,
     settings: dict[str, Any],
     *,
     total: int,
+    in_flight: int,
     progress: bool = True,
     on_row: Callable[[dict[str, Any]], None] | None = None,
-) -> Iterator[ProgressWriter]:
-    """A `ProgressWriter` over `file`, or over `writer` if that is None, in process 0.
+) -> ProgressWriter:
+    """Run rows and write them to `file`, or by `writer` if that is None, in process 0.
 
-    `ProgressWriter.done` rows are in the file already. Logs how to continue after an interruption.
-    Raises as `OutputFile.open` does, in all processes if it does in one.
+    `rows` makes those after the first so many, which the file has already; `in_flight` is that of
+    `run_rows`, the rest those of `ProgressWriter`. Logs how to continue after an interruption, and
+    the rates. Raises as `OutputFile.open` does, in all processes if it does in one.
     """
     result = ProgressWriter(total=total, progress=progress, on_row=on_row)
     with contextlib.ExitStack() as stack:
@@ -197,7 +209,7 @@ def open_writer(
         if result.done < 0:
             raise UsageError("process 0 cannot write `output`: see what it says")
         try:
-            yield result
+            run_rows(engine, rows(result.done), result, in_flight=in_flight)
         except KeyboardInterrupt:
             if file is not None:
                 logger.warning(
@@ -205,3 +217,6 @@ def open_writer(
                     f"`resume` goes on"
                 )
             raise
+    if summary := result.throughput.summary(engine):
+        logger.info(summary)
+    return result

@@ -10,20 +10,19 @@ twice. A complete `OUT` is never changed.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ...cli.model_options import ModelOptions
 from ...errors import DataError, UsageError
 from ...model.model import Model
 from ...process.files import check_absent, write_atomic
 from ...process.jsonl import parse_object
-from ..engine.sampling_params import SamplingParams
 
 _SAMPLES = 16
 _SAMPLE_BYTES = 1 << 16
@@ -51,27 +50,21 @@ def output_settings(
     command: str,
     input_digest: str,
     model: Model,
-    *,
-    path: Path,
-    swiftkv: bool | None,
-    quantization: str | None,
-    kv_cache_dtype: str | None,
-    max_model_len: int | None,
-    sampling: SamplingParams | None = None,
+    model_options: ModelOptions,
+    engine_fields: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Everything that changes what a row becomes, as JSON. `path` is the checkpoint; `quantization`
-    and the two after it are None where no flag sets them."""
-    settings = {
+    """Everything but the sampling that changes what a row becomes, as JSON. `engine_fields` are
+    those of `EngineOptions` for which there was a flag."""
+    return {
         "command": command,
         "input": input_digest,
-        "model": checkpoint_digest(path),
-        "swiftkv": model.uses_swiftkv(swiftkv),
+        "model": checkpoint_digest(model_options.path),
+        "swiftkv": model.uses_swiftkv(model_options.uses_swiftkv),
         "dtype": str(model.dtype),
-        "quantization": quantization,
-        "kv_cache_dtype": kv_cache_dtype,
-        "max_model_len": max_model_len,
+        "quantization": model_options.quantization,
+        "kv_cache_dtype": engine_fields.get("kv_cache_dtype"),
+        "max_model_len": engine_fields.get("max_model_len"),
     }
-    return settings if sampling is None else settings | {"sampling": dataclasses.asdict(sampling)}
 
 
 class OutputFile:
@@ -150,11 +143,9 @@ class OutputFile:
         now = parse_object(json.dumps(settings).encode())  # with the types that JSON has
         for name in [*written, *now]:
             if written.get(name) != now.get(name):
-                values = (
-                    ""
-                    if name in ("input", "model")
-                    else f": {written.get(name)!r} then, {now.get(name)!r} now"
-                )
+                values = ""
+                if name not in ("input", "model"):
+                    values = f": {written.get(name)!r} then, {now.get(name)!r} now"
                 raise UsageError(
                     f"`resume`: {path} was written with another {name}{values}; use the same, or "
                     f"remove it"

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...errors import CheckpointError, UsageError, spelled
-
-if TYPE_CHECKING:
-    from ...model.model import Model
-    from ..engine.sampling_params import SamplingParams
+from ...model.model import Model
+from ..engine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -26,16 +24,12 @@ def sampling_params(given: dict[str, Any], model: Model) -> SamplingParams:
     Raises `UsageError` that names the parameter, and `CheckpointError` for values in the file that
     are out of range.
     """
-    from ..engine.sampling_params import SamplingParams
-
     return SamplingParams(**checkpoint_params(model) | given)
 
 
 def checkpoint_params(model: Model) -> dict[str, Any]:
     """Fields of `SamplingParams` that the model's generation_config.json sets, if it draws. Raises
     `CheckpointError`."""
-    from ..engine.sampling_params import SamplingParams
-
     if GENERATION_CONFIG not in model.auxiliary_files.contents:
         return {}
     config = json.loads(model.auxiliary_files.contents[GENERATION_CONFIG])

@@ -8,7 +8,6 @@ import math
 import sys
 from typing import Any
 
-from ... import cli
 from ...cli.fields import given
 from ...cli.model_loading import load_model
 from ...cli.model_options import ModelOptions
@@ -17,8 +16,8 @@ from ...process.jsonl import scan
 from ..engine.options import EngineOptions
 from ..engine.requests import RequestOutput, ScoreRequest, Timing
 from ..text import encode, encode_pair
-from .batch import read_rows, run_rows
-from .output import JsonLinesWriter, log_complete, open_output, open_writer
+from .batch import read_rows
+from .output import JsonLinesWriter, log_complete, open_output, write_rows
 from .resume import output_settings
 from .score_arguments import ScoreOptions
 from .start import start_engine
@@ -70,36 +69,30 @@ def perplexity(logprob: float, tokens: int) -> float | None:
         return None
 
 
-class ScoreReader:
-    """Makes requests of rows."""
-
-    def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
-
-    def request(self, row: dict[str, Any]) -> ScoreRequest:
-        """Request of a row without its id. Raises `UsageError` that names the field."""
-        if set(row) not in FORMS:
-            fields = ", ".join(sorted(row)) or "nothing"
-            raise UsageError(
-                f"expected context and continuation, or token_ids and perhaps start, or prompt; "
-                f"got {fields}"
-            )
-        if "token_ids" in row:
-            return _token_request(row["token_ids"], row.get("start", 1))
-        if self._tokenizer is None:
-            raise UsageError(
-                f"{' and '.join(sorted(row))}: needs a tokenizer, and this checkpoint has none: "
-                f"give token_ids and start"
-            )
-        if wrong := [name for name, value in row.items() if not isinstance(value, str)]:
-            raise UsageError(f"{', '.join(wrong)} must be a string")
-        if "prompt" in row:
-            tokens = encode(self._tokenizer, row["prompt"])
-            if len(tokens) < 2:
-                raise UsageError("prompt is a single token: nothing predicts it")
-            return ScoreRequest(tokens, 1)
-        before, after = encode_pair(self._tokenizer, row["context"], row["continuation"])
-        return ScoreRequest([*before, *after], len(before))
+def score_request(tokenizer: Any, row: dict[str, Any]) -> ScoreRequest:
+    """Request of a row without its id. Raises `UsageError` that names the field."""
+    if set(row) not in FORMS:
+        fields = ", ".join(sorted(row)) or "nothing"
+        raise UsageError(
+            f"expected context and continuation, or token_ids and perhaps start, or prompt; "
+            f"got {fields}"
+        )
+    if "token_ids" in row:
+        return _token_request(row["token_ids"], row.get("start", 1))
+    if tokenizer is None:
+        raise UsageError(
+            f"{' and '.join(sorted(row))}: needs a tokenizer, and this checkpoint has none: "
+            f"give token_ids and start"
+        )
+    if wrong := [name for name, value in row.items() if not isinstance(value, str)]:
+        raise UsageError(f"{', '.join(wrong)} must be a string")
+    if "prompt" in row:
+        tokens = encode(tokenizer, row["prompt"])
+        if len(tokens) < 2:
+            raise UsageError("prompt is a single token: nothing predicts it")
+        return ScoreRequest(tokens, 1)
+    before, after = encode_pair(tokenizer, row["context"], row["continuation"])
+    return ScoreRequest([*before, *after], len(before))
 
 
 def _token_request(tokens: Any, start: Any) -> ScoreRequest:
@@ -147,32 +140,28 @@ def main(args: argparse.Namespace) -> int:
     model, mesh = load_model(model_options)
     settings = {}
     if file is not None:
-        settings = output_settings(
-            "score",
-            digest,
-            model,
-            path=model_options.path,
-            swiftkv=model_options.uses_swiftkv,
-            quantization=model_options.quantization,
-            kv_cache_dtype=engine_fields.get("kv_cache_dtype"),
-            max_model_len=engine_fields.get("max_model_len"),
-        )
+        settings = output_settings("score", digest, model, model_options, engine_fields)
         if file.complete:
             return log_complete(file, settings)
-    reader = ScoreReader(model.tokenizer)
+    tokenizer = model.tokenizer
     engine = start_engine(model, mesh, options, model_options)
     del model  # the engine has its own copy of the layers: memory for one, not two
 
     def build(number: int, fields: dict[str, Any]) -> tuple[ScoreRequest, Scores]:
-        request = reader.request(fields)
+        request = score_request(tokenizer, fields)
         return request, Scores(request)
 
     total = Total()
     writer = JsonLinesWriter(sys.stdout.buffer)
-    with open_writer(writer, file, settings, total=num_rows, on_row=total.add) as rows:
-        run_rows(engine, read_rows(command.input, build, skip=rows.done), rows, in_flight=IN_FLIGHT)
-    if summary := rows.throughput.summary(engine):
-        logger.info(summary)
+    written = write_rows(
+        engine,
+        lambda skip: read_rows(command.input, build, skip=skip),
+        writer,
+        file,
+        settings,
+        total=num_rows,
+        in_flight=IN_FLIGHT,
+        on_row=total.add,
+    )
     logger.info(str(total))
-    rows.log_errors()
-    return cli.SOME_ROWS_FAILED if rows.failed else cli.OK
+    return written.end()

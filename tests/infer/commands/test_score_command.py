@@ -12,7 +12,7 @@ import pytest
 import swiftkv_jax as skv
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer import Engine, ScoreRequest
-from swiftkv_jax.infer.commands.score import ScoreReader, perplexity
+from swiftkv_jax.infer.commands.score import perplexity, score_request
 from swiftkv_jax.infer.engine import outputs
 from tests.infer.conftest import LIMIT
 
@@ -146,13 +146,11 @@ def test_an_interrupted_score_goes_on_with_its_total(
 
 
 def test_pairs_are_split_as_the_harness_splits_them(tokenizer):
-    reader = ScoreReader(tokenizer)
-
     def encode(text: str) -> list[int]:
         return tokenizer(text)["input_ids"]
 
     def request(context: str, continuation: str) -> ScoreRequest:
-        return reader.request({"context": context, "continuation": continuation})
+        return score_request(tokenizer, {"context": context, "continuation": continuation})
 
     assert (
         request("for word", " in")
@@ -176,8 +174,8 @@ def test_pairs_are_split_as_the_harness_splits_them(tokenizer):
 
 def test_texts_need_a_tokenizer():
     with pytest.raises(UsageError, match="prompt: needs a tokenizer"):
-        ScoreReader(None).request({"prompt": "x"})
-    assert ScoreReader(None).request({"token_ids": [1, 2]}) == ScoreRequest([1, 2], 1)
+        score_request(None, {"prompt": "x"})
+    assert score_request(None, {"token_ids": [1, 2]}) == ScoreRequest([1, 2], 1)
 
 
 def test_perplexity_of_the_impossible():
