@@ -43,6 +43,9 @@ FUNCTION_MODULES = [
 ]
 install_import_hook(FUNCTION_MODULES, "beartype.beartype")
 
+# No test cuts the power, and a flush of hundreds of small files takes a second on some disks.
+os.fsync = lambda descriptor: None
+
 # Tracing makes many small objects that live; looking through all of them every time is a tenth of
 # the tests' time.
 gc.freeze()

@@ -4,7 +4,9 @@ error."""
 import dataclasses
 import json
 import os
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -15,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 import swiftkv_jax as skv
 from swiftkv_jax import Config, Model, add_swiftkv, load, save_hf
@@ -26,96 +29,102 @@ from tests.checkpoints.hf_models import TIED, UNTIED, tensors
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.short("2x2")
-@pytest.mark.parametrize(
-    "fixture, mesh", [(UNTIED, "1x1"), (TIED, "2x2"), (TIED, "1x4")], ids=["untied", "2x2", "1x4"]
-)
-def test_there_and_back_is_bit_exact(tmp_path, fixture, mesh, capsys):
+@pytest.fixture(scope="module")
+def orbax(tmp_path_factory) -> Path:
+    """The tied model, read onto a mesh, with a tokenizer beside it."""
+    jax.devices()  # `--mesh` would set their number
+    folder = tmp_path_factory.mktemp("convert")
+    source = Path(shutil.copytree(TIED, folder / "hf"))
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(source / "tokenizer.json"))
+    fields = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[UNK]"}
+    (source / "tokenizer_config.json").write_text(json.dumps(fields))
+    assert main(["hf2orbax", str(source), str(folder / "orbax"), "--mesh", "2x2"]) == 0
+    return folder / "orbax"
+
+
+def test_there_and_back_is_bit_exact(orbax, tmp_path, capsys):
+    """The tokenizer travels along."""
+    source = orbax.parent / "hf"
+    assert main(["orbax2hf", str(orbax), str(tmp_path / "hf")]) == 0
+    assert tensors(tmp_path / "hf") == tensors(source)
+    for name in ("config.json", "tokenizer_config.json"):
+        written, given = (json.loads((at / name).read_text()) for at in (tmp_path / "hf", source))
+        assert written == given
+    for path in (source, orbax, tmp_path / "hf"):
+        assert load(path).tokenizer.encode("b a z") == [1, 0, 2]
+        assert (path / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    captured = capsys.readouterr()
+    assert captured.out == captured.err == ""
+    (tmp_path / "hf" / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="the tokenizer cannot be loaded"):
+        load(tmp_path / "hf")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fixture, mesh", [(UNTIED, "1x1"), (TIED, "1x4")], ids=["untied", "1x4"])
+def test_other_models_and_meshes(tmp_path, fixture, mesh):
     assert main(["hf2orbax", str(fixture), str(tmp_path / "orbax"), "--mesh", mesh]) == 0
     assert main(["orbax2hf", str(tmp_path / "orbax"), str(tmp_path / "hf")]) == 0
     assert tensors(tmp_path / "hf") == tensors(fixture)
-    assert json.loads((tmp_path / "hf/config.json").read_text()) == json.loads(
-        (fixture / "config.json").read_text()
-    )
-    assert capsys.readouterr().out == ""
 
 
+@pytest.mark.long
 def test_a_mesh_is_emulated_where_there_is_one_device(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "swiftkv_jax.convert",
-        "hf2orbax",
-        str(TIED),
-        str(tmp_path / "orbax"),
-        "--mesh",
-        "1x2",
-    ]
-    environment = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"} | {
-        "JAX_PLATFORMS": "cpu"
-    }
+    command = [sys.executable, "-m", "swiftkv_jax.convert", "hf2orbax", str(TIED)]
+    command += [str(tmp_path / "orbax"), "--mesh", "1x2"]
+    environment = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"}
+    environment["JAX_PLATFORMS"] = "cpu"
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "orbax" / "manifest.json").is_file()
 
 
 def test_the_files_own_dtype_is_kept_unless_told(tmp_path):
-    save_hf(load(UNTIED, dtype="bfloat16"), tmp_path / "bf16")
+    plain = load(UNTIED, dtype="bfloat16")
+    save_hf(plain, tmp_path / "bf16")
     assert main(["hf2orbax", str(tmp_path / "bf16"), str(tmp_path / "orbax")]) == 0
     assert main(["orbax2hf", str(tmp_path / "orbax"), str(tmp_path / "same")]) == 0
     assert tensors(tmp_path / "same") == tensors(tmp_path / "bf16")
-    assert (
-        main(["orbax2hf", str(tmp_path / "orbax"), str(tmp_path / "wide"), "--dtype", "float32"])
-        == 0
-    )
+    command = ["orbax2hf", str(tmp_path / "orbax"), str(tmp_path / "wide"), "--dtype", "float32"]
+    assert main(command) == 0
     wide = load_file(tmp_path / "wide/model.safetensors")
     assert {t.dtype.name for t in wide.values()} == {"float32"}
     assert json.loads((tmp_path / "wide/config.json").read_text())["torch_dtype"] == "float32"
-    expected = load_file(UNTIED / "model.safetensors")["model.norm.weight"]
-    assert (
-        wide["model.norm.weight"]
-        == expected.astype(
-            load_file(tmp_path / "bf16/model.safetensors")["model.norm.weight"].dtype
-        )
-    ).all()
+    np.testing.assert_array_equal(wide["model.norm.weight"], np.float32(plain.llama.final_norm))
 
 
 @pytest.mark.parametrize("format, count", [("full", 83), ("expanded", 87), ("delta", 9)])
-def test_formats(tmp_path, format, count):
-    assert main(["hf2orbax", str(TIED), str(tmp_path / "orbax")]) == 0
-    assert (
-        main(["orbax2hf", str(tmp_path / "orbax"), str(tmp_path / "hf"), "--format", format]) == 0
-    )
+def test_formats(orbax, tmp_path, format, count):
+    assert main(["orbax2hf", str(orbax), str(tmp_path / "hf"), "--format", format]) == 0
     assert len(tensors(tmp_path / "hf")) == count
 
 
-def test_inspect(tmp_path, capsys):
-    assert main(["hf2orbax", str(TIED), str(tmp_path / "orbax")]) == 0
-    capsys.readouterr()
-    for path, kind, digests in ((TIED, "Hugging Face", "no"), (tmp_path / "orbax", "Orbax", "yes")):
-        assert main(["inspect", str(path)]) == 0
-        facts = dict(
-            line.split(maxsplit=1)
-            for line in capsys.readouterr()
-            .out.replace("KV bytes per token", "KV_bytes")
-            .splitlines()
-        )
-        assert facts["kind"] == kind and facts["digests"] == digests and facts["tokenizer"] == "no"
-        assert (facts["num_key_value_layers"], facts["key_value_group_size"], facts["dtype"]) == (
-            "4",
-            "2",
-            "float32",
-        )
-        size = sum(len(t[2]) for t in tensors(TIED).values())
-        trained = 64 + 4 * 64 * 64 + 2 * 2 * 32 * 64
-        assert (
-            facts["parameters"]
-            == f"{size // 4:,} = {size // 4 - trained:,} frozen + {trained:,} trained"
-        )
-        assert facts["bytes"] == f"{size:,}"
-        assert (
-            facts["KV_bytes"] == "2,048 teacher, 1,536 student (75.0 %)"
-        )  # 2 * 8 or 6 layers * 2 heads * 16 * 4 bytes
+@pytest.mark.parametrize("kind", ["Hugging Face", "Orbax"])
+def test_inspect(orbax, kind, capsys):
+    path, digests, tokenizer = {
+        "Hugging Face": (TIED, "no", "no"),
+        "Orbax": (orbax, "yes", "yes"),
+    }[kind]
+    assert main(["inspect", str(path)]) == 0
+    out = capsys.readouterr().out.replace("KV bytes per token", "KV_bytes")
+    facts = dict(line.split(maxsplit=1) for line in out.splitlines())
+    size = sum(len(t[2]) for t in tensors(TIED).values())
+    trained = 64 + 4 * 64 * 64 + 2 * 2 * 32 * 64
+    expected = {
+        "kind": kind,
+        "digests": digests,
+        "tokenizer": tokenizer,
+        "num_key_value_layers": "4",
+        "key_value_group_size": "2",
+        "dtype": "float32",
+        "parameters": f"{size // 4:,} = {size // 4 - trained:,} frozen + {trained:,} trained",
+        "bytes": f"{size:,}",
+        # 2 * 8 or 6 layers * 2 heads * 16 * 4 bytes
+        "KV_bytes": "2,048 teacher, 1,536 student (75.0 %)",
+    }
+    assert {name: facts[name] for name in expected} == expected
 
 
 def test_inspect_tells_prompts_from_answers(tmp_path, capsys):
@@ -129,29 +138,7 @@ def test_inspect_tells_prompts_from_answers(tmp_path, capsys):
     assert "2,048 teacher, 1,536 student (75.0 %), 3,072 of an answer" in out
 
 
-def test_tokenizer_travels(tmp_path, capsys):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    source = Path(shutil.copytree(TIED, tmp_path / "hf"))
-    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.save(str(source / "tokenizer.json"))
-    (source / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[UNK]"})
-    )
-    assert main(["hf2orbax", str(source), str(tmp_path / "orbax")]) == 0
-    assert main(["orbax2hf", str(tmp_path / "orbax"), str(tmp_path / "back")]) == 0
-    capsys.readouterr()
-    for path in (source, tmp_path / "orbax", tmp_path / "back"):
-        tokenizer = load(path).tokenizer
-        assert tokenizer.encode("b a z") == [1, 0, 2]
-        assert (path / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
-    assert capsys.readouterr().err == ""
-    (source / "tokenizer.json").write_text("{")
-    with pytest.raises(ValueError, match="the tokenizer cannot be loaded"):
-        load(source)
-
-
+@pytest.mark.long
 def test_a_calibrated_folder_is_expanded(tmp_path):
     """Without a detour through Orbax; the answers stay."""
     hf = tiny.hf_config()
@@ -222,33 +209,25 @@ def test_as_a_command(tmp_path):
     )
 
 
-FULL_DISK = textwrap.dedent("""
-    import resource, signal, sys
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-    from swiftkv_jax.convert import main
-    sys.exit(main(sys.argv[1:]))
-""")
-
-
-@pytest.mark.short("hf2orbax")
-@pytest.mark.parametrize("command", ["hf2orbax", "orbax2hf"])
-def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, command):
+@pytest.fixture
+def small_files():
     """No file may grow beyond 20 kB, which fails as a full disk does."""
-    source, target = TIED, tmp_path / "out"
-    if command == "orbax2hf":
-        source = tmp_path / "orbax"
-        assert main(["hf2orbax", str(TIED), str(source)]) == 0
-    before = sorted(path.name for path in tmp_path.iterdir())
-    run = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, command, str(source), str(target)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert (run.returncode, run.stdout) == (1, "")
-    assert run.stderr == f"error: cannot write {target}: file too large\n"
-    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("command", ["hf2orbax", "orbax2hf"])
+def test_a_full_disk_is_one_line_and_leaves_nothing(orbax, tmp_path, command, small_files, capfd):
+    source = TIED if command == "hf2orbax" else orbax
+    assert main([command, str(source), str(tmp_path / "out")]) == 1
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err == f"error: cannot write {tmp_path / 'out'}: file too large\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 # Memory -----------------------------------------------------------------------
@@ -301,20 +280,10 @@ def test_memory_is_bounded_by_a_few_leaves(tmp_path):
     del model
     steps = {"hf2orbax": ("hf", "orbax"), "orbax2hf": ("orbax", "back")}
     for command, (source, target) in steps.items():
-        args = [
-            sys.executable,
-            "-c",
-            MEASURE,
-            command,
-            str(tmp_path / source),
-            str(tmp_path / target),
-        ]
+        args = [sys.executable, "-c", MEASURE, command, str(tmp_path / source)]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(
-            args,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            [*args, str(tmp_path / target)], env=environment, capture_output=True, text=True
         )
         measured = json.loads(done.stdout)
         extra = measured["peak"] - measured["base"]

@@ -1,6 +1,7 @@
 """`convert` of training runs, and of deltas with their base."""
 
 import dataclasses
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -22,16 +23,15 @@ from swiftkv_jax.train.run.step import TrainState
 from tests.checkpoints.hf_models import TIED, UNTIED, tensors
 
 
-@pytest.fixture
-def run(tmp_path) -> Path:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
     """An output folder as training leaves it, with two checkpoints of random deltas at another cut
     than the base's."""
     base = load(UNTIED, dtype="float32")
     config = base.config.cut(6, 2)
     llama = split_layers(config, base.llama)
     fingerprint = {"dtype": "float32", "base_model": digest_all(jax.tree.leaves(llama))}
-    folder = tmp_path / "run"
-    folder.mkdir()
+    folder = tmp_path_factory.mktemp("trained")
     (folder / "recipe.json").write_text(
         json.dumps({"model": str(UNTIED), "config": dataclasses.asdict(config)})
     )
@@ -44,6 +44,12 @@ def run(tmp_path) -> Path:
     return folder
 
 
+@pytest.fixture
+def run(trained, tmp_path) -> Path:
+    """A copy that a test may change."""
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
 def delta_at(config: Config, step: int) -> SwiftKV:
     rng = np.random.default_rng(step)
     return jax.tree.map(
@@ -51,33 +57,34 @@ def delta_at(config: Config, step: int) -> SwiftKV:
     )
 
 
-def exported_at(step: int, path: Path) -> dict[str, tuple]:
-    """What `save_hf` makes of the same weights."""
-    base = load(UNTIED, dtype="float32")
-    config = base.config.cut(6, 2)
-    save_hf(
-        dataclasses.replace(
-            base,
-            config=config,
-            llama=split_layers(config, base.llama),
-            swiftkv=delta_at(config, step),
-        ),
-        path,
-    )
-    return tensors(path)
+@pytest.fixture(scope="module")
+def exported_at(tmp_path_factory):
+    """The folder that `save_hf` makes of the same weights, by step."""
+
+    @functools.cache
+    def export(step: int) -> Path:
+        base = load(UNTIED, dtype="float32")
+        config = base.config.cut(6, 2)
+        llama = split_layers(config, base.llama)
+        delta = delta_at(config, step)
+        path = tmp_path_factory.mktemp("exported") / str(step)
+        save_hf(dataclasses.replace(base, config=config, llama=llama, swiftkv=delta), path)
+        return path
+
+    return export
 
 
-def test_a_run_is_exported_at_its_newest_step_or_any(run, tmp_path):
-    assert main(["orbax2hf", str(run), str(tmp_path / "newest")]) == 0
-    assert tensors(tmp_path / "newest") == exported_at(20, tmp_path / "20")
-    assert main(["orbax2hf", str(run), str(tmp_path / "ten"), "--step", "10"]) == 0
-    assert tensors(tmp_path / "ten") == exported_at(10, tmp_path / "10")
+def test_a_run_is_exported_at_its_newest_step_or_any(trained, tmp_path, exported_at):
+    assert main(["orbax2hf", str(trained), str(tmp_path / "newest")]) == 0
+    assert tensors(tmp_path / "newest") == tensors(exported_at(20))
+    assert main(["orbax2hf", str(trained), str(tmp_path / "ten"), "--step", "10"]) == 0
+    assert tensors(tmp_path / "ten") == tensors(exported_at(10))
     assert load(tmp_path / "ten").config.num_key_value_layers == 6
 
 
-def test_the_folder_of_a_calibration_is_its_model(tmp_path, capsys):
+def test_the_folder_of_a_calibration_is_its_model(tmp_path, capsys, exported_at):
     """As that of a run: OUTPUT_DIR and OUTPUT_DIR/model are converted alike, and served alike."""
-    exported_at(10, tmp_path / "out" / "model")
+    shutil.copytree(exported_at(10), tmp_path / "out" / "model")
     (tmp_path / "out" / "calibration.json").write_text("{}")
     for source, target in ("out", "a"), ("out/model", "b"):
         flags = ["--format", "delta"]
@@ -91,35 +98,23 @@ def test_the_folder_of_a_calibration_is_its_model(tmp_path, capsys):
     assert "out: not a checkpoint" in capsys.readouterr().err
 
 
-def test_a_run_is_exported_in_every_format_and_dtype(run, tmp_path):
-    assert (
-        main(
-            [
-                "orbax2hf",
-                str(run),
-                str(tmp_path / "expanded"),
-                "--format",
-                "expanded",
-                "--dtype",
-                "bfloat16",
-            ]
-        )
-        == 0
-    )
+def test_a_run_is_exported_in_every_format_and_dtype(trained, tmp_path):
+    flags = ["--format", "expanded", "--dtype", "bfloat16"]
+    assert main(["orbax2hf", str(trained), str(tmp_path / "expanded"), *flags]) == 0
     expanded = load_file(tmp_path / "expanded/model.safetensors")
     assert {tensor.dtype.name for tensor in expanded.values()} == {"bfloat16"}
     assert "model.layers.7.self_attn.k_proj_swiftkv.weight" in expanded
-    assert main(["orbax2hf", str(run), str(tmp_path / "delta"), "--format", "delta"]) == 0
+    assert main(["orbax2hf", str(trained), str(tmp_path / "delta"), "--format", "delta"]) == 0
     assert all("swiftkv" in name for name in tensors(tmp_path / "delta"))
 
 
-def test_a_delta_and_its_base_are_joined(run, tmp_path, capsys):
+def test_a_delta_and_its_base_are_joined(trained, tmp_path, capsys, exported_at):
     """Export a delta, join it, export it whole: the same as exporting the whole run."""
     delta, joined = tmp_path / "delta", tmp_path / "joined"
-    assert main(["orbax2hf", str(run), str(delta), "--format", "delta"]) == 0
+    assert main(["orbax2hf", str(trained), str(delta), "--format", "delta"]) == 0
     assert main(["hf2orbax", str(delta), str(joined), "--base", str(UNTIED)]) == 0
     assert main(["orbax2hf", str(joined), str(tmp_path / "whole")]) == 0
-    assert tensors(tmp_path / "whole") == exported_at(20, tmp_path / "20")
+    assert tensors(tmp_path / "whole") == tensors(exported_at(20))
     capsys.readouterr()
     for flags, message in (
         (
@@ -146,7 +141,7 @@ def changed(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_run_whose_base_has_moved_or_changed(run, tmp_path, capsys):
+def test_a_run_whose_base_has_moved_or_changed(run, tmp_path, capsys, exported_at):
     recipe = json.loads((run / "recipe.json").read_text())
     (run / "recipe.json").write_text(json.dumps(recipe | {"model": str(tmp_path / "gone")}))
     out = tmp_path / "out"
@@ -165,20 +160,20 @@ def test_a_run_whose_base_has_moved_or_changed(run, tmp_path, capsys):
         assert message in captured and captured.count("\n") == 1
     assert not out.exists()
     assert main(["orbax2hf", str(run), str(out), "--base", str(UNTIED)]) == 0
-    assert tensors(out) == exported_at(20, tmp_path / "20")
+    assert tensors(out) == tensors(exported_at(20))
 
 
-def test_a_run_with_a_damaged_newest_checkpoint(run, tmp_path, capsys):
+def test_a_run_with_a_damaged_newest_checkpoint(run, tmp_path, capsys, exported_at):
     (run / "checkpoints/20/_CHECKPOINT_METADATA").write_text("{")
     assert main(["orbax2hf", str(run), str(tmp_path / "no"), "--step", "20"]) == 4
     assert "checkpoints/20: its metadata cannot be read" in capsys.readouterr().err
     assert main(["orbax2hf", str(run), str(tmp_path / "out")]) == 0
     assert "checkpoints/20: its metadata cannot be read" in capsys.readouterr().err
-    assert tensors(tmp_path / "out") == exported_at(10, tmp_path / "10")
+    assert tensors(tmp_path / "out") == tensors(exported_at(10))
 
 
-def test_a_run_is_inspected(run, capsys):
-    assert main(["inspect", str(run)]) == 0
+def test_a_run_is_inspected(trained, capsys):
+    assert main(["inspect", str(trained)]) == 0
     printed = capsys.readouterr().out.splitlines()
     for line in (
         "kind training run",
@@ -191,10 +186,10 @@ def test_a_run_is_inspected(run, capsys):
         assert line in (" ".join(found.split()) for found in printed)
 
 
-def test_flags_that_do_not_fit_what_is_there(run, tmp_path, capsys):
+def test_flags_that_do_not_fit_what_is_there(trained, tmp_path, capsys):
     for arguments, code, message in (
         (
-            ["orbax2hf", str(run), str(tmp_path / "no"), "--step", "15"],
+            ["orbax2hf", str(trained), str(tmp_path / "no"), "--step", "15"],
             2,
             "--step 15: no checkpoint of that step in",
         ),
@@ -204,7 +199,7 @@ def test_flags_that_do_not_fit_what_is_there(run, tmp_path, capsys):
             "--step and --base are for training runs",
         ),
         (
-            ["hf2orbax", str(run), str(tmp_path / "no")],
+            ["hf2orbax", str(trained), str(tmp_path / "no")],
             4,
             "a training run; convert it with orbax2hf first",
         ),

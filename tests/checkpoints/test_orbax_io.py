@@ -1,8 +1,8 @@
 """Our Orbax directory: exact, verified leaf by leaf, and never half-written. And the digest it
 rests on."""
 
+import dataclasses
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -13,46 +13,12 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from swiftkv_jax import CheckpointError, Config, Model, UsageError, checkpoints, load, save
+from swiftkv_jax import CheckpointError, UsageError, add_swiftkv, checkpoints, load, save
 from swiftkv_jax.checkpoints import orbax_io
 from swiftkv_jax.checkpoints.digest import digest
 from swiftkv_jax.checkpoints.source import from_model
 from swiftkv_jax.model.mesh import make_mesh
-from swiftkv_jax.model.params import llama_shapes, swiftkv_shapes
-
-FIXTURES = Path(__file__).parents[1] / "fixtures"
-UNTIED, TIED = FIXTURES / "llama-init-4of8-group1", FIXTURES / "llama-trained-4of8-group2-tied"
-SMALL = Config(
-    vocab_size=16,
-    embed_dim=8,
-    mlp_dim=12,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    qkv_bias=True,
-    o_bias=True,
-)
-
-
-def small_model(num_key_value_layers: int = 2, dtype=jnp.float32) -> Model:
-    config, numbers = (
-        SMALL.cut(num_key_value_layers, 2 if num_key_value_layers == 2 else 1),
-        np.random.default_rng(0),
-    )
-    shapes = llama_shapes(config), swiftkv_shapes(config) if config.num_upper_layers else None
-    llama, delta = jax.tree.map(
-        lambda leaf: jnp.asarray(numbers.standard_normal(leaf.shape), dtype), shapes
-    )
-    return Model(llama, delta, config=config)
-
-
-def assert_same_models(a: Model, b: Model) -> None:
-    assert a.config == b.config
-    assert jax.tree.structure((a.llama, a.swiftkv)) == jax.tree.structure((b.llama, b.swiftkv))
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert x.dtype == y.dtype and x.shape == y.shape
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+from tests.checkpoints.hf_models import TIED, assert_same_models, biased_model
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +26,6 @@ def saved(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("orbax") / "model"
     save(load(TIED), path)
     return path
-
-
-@pytest.fixture
-def copied(saved, tmp_path) -> Path:
-    return Path(shutil.copytree(saved, tmp_path / "model"))
 
 
 # Round trips ------------------------------------------------------------------
@@ -109,30 +70,32 @@ def test_a_model_saved_from_a_mesh_has_the_same_digests(tmp_path, saved):
 
 
 @pytest.mark.long
-def test_empty_stacks_and_biases_and_half_precision(tmp_path):
-    plain = small_model(4, jnp.bfloat16)
-    assert plain.swiftkv is None
-    save(plain, tmp_path / "plain")
-    assert not (tmp_path / "plain/weights/upper.gate").exists()
-    assert_same_models(load(tmp_path / "plain", dtype="bfloat16"), plain)
-    biased = small_model(2, jnp.float16)
+def test_empty_stacks_and_half_precision(tmp_path):
+    biased = biased_model(jnp.float16)
     save(biased, tmp_path / "biased")
     assert_same_models(load(tmp_path / "biased", dtype=jnp.float16), biased)
+    plain = dataclasses.replace(add_swiftkv(biased, 6), swiftkv=None)
+    save(plain, tmp_path / "plain")
+    assert not (tmp_path / "plain/weights/upper.gate").exists()
+    assert_same_models(load(tmp_path / "plain", dtype=jnp.float16), plain)
 
 
-def test_a_cut_without_a_delta_and_a_student_without_the_teacher(tmp_path):
-    model = small_model()
-    cut = Model(model.llama, None, config=model.config)
-    save(cut, tmp_path / "cut")
-    assert_same_models(load(tmp_path / "cut"), cut)
-    llama = model.llama.replace(upper_qkv=None)  # pyright: ignore[reportAttributeAccessIssue]
-    slim = Model(llama, model.swiftkv, config=model.config)
+def test_a_student_without_the_teacher(tmp_path):
+    model = biased_model()
+    slim = dataclasses.replace(model, llama=dataclasses.replace(model.llama, upper_qkv=None))
     save(slim, tmp_path / "slim")
     assert_same_models(load(tmp_path / "slim"), slim)
     with pytest.raises(
         CheckpointError, match="were dropped: a checkpoint with them is needed to split its layers"
     ):
         orbax_io.load_orbax(tmp_path / "slim", config=model.config.cut(1))
+
+
+@pytest.mark.long
+def test_a_cut_without_a_delta(tmp_path):
+    cut = dataclasses.replace(biased_model(), swiftkv=None)
+    save(cut, tmp_path / "cut")
+    assert_same_models(load(tmp_path / "cut"), cut)
 
 
 @pytest.mark.short("cut0")
@@ -146,66 +109,13 @@ def test_layers_can_be_split_elsewhere_while_loading(saved, cut):
     assert_same_models(model, both)
 
 
-# Bad input --------------------------------------------------------------------
-
-
-def payload(path: Path, leaf: str) -> Path:
-    """The file that holds a leaf's numbers."""
-    return max(
-        (path / "weights" / leaf).rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0
-    )
-
-
-def test_a_flipped_byte_is_found_and_its_leaf_named(copied):
-    file = payload(copied, "lower.down")
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    with pytest.raises(
-        CheckpointError, match=r"lower\.down (is damaged: its digest|cannot be read)"
-    ):
-        load(copied)
-
-
-def test_a_truncated_payload_names_its_leaf(copied):
-    file = payload(copied, "upper.up")
-    file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(CheckpointError, match=r"upper\.up cannot be read from weights/upper\.up"):
-        load(copied)
-
-
-def test_every_difference_is_in_one_error(copied):
-    manifest = json.loads((copied / "manifest.json").read_text())
-    leaves = manifest["leaves"]
-    leaves["lower.extra"] = leaves.pop("lower.gate")
-    leaves["final_norm"]["shape"] = [65]
-    leaves["embed"]["dtype"] = "int8"
-    (copied / "manifest.json").write_text(json.dumps(manifest))
-    shutil.rmtree(copied / "weights/upper.o")
-    with pytest.raises(CheckpointError) as error:
-        load(copied)
-    assert str(error.value) == (
-        f"{copied}: missing: lower.gate; unexpected: lower.extra; no weights for: upper.o; "
-        "wrong shape: final_norm [65], expected [64]; wrong dtype: embed int8"
-    )
-
-
-def test_manifests_of_another_kind_are_refused(copied):
-    manifest = json.loads((copied / "manifest.json").read_text())
-    (copied / "manifest.json").write_text(json.dumps(manifest | {"version": 2}))
-    with pytest.raises(
-        CheckpointError, match="version 2 is not supported; supported: 'swiftkv-jax' version 1"
-    ):
-        load(copied)
-    (copied / "manifest.json").write_text(json.dumps(manifest | {"leaves": {"embed": 3}}))
-    with pytest.raises(CheckpointError, match="malformed"):
-        load(copied)
+# Writing ----------------------------------------------------------------------
 
 
 def test_an_existing_target_is_left_alone(saved):
     before = (saved / "manifest.json").read_bytes()
     with pytest.raises(UsageError, match=f"{saved}: exists already"):
-        save(small_model(), saved)
+        save(biased_model(), saved)
     assert (saved / "manifest.json").read_bytes() == before
 
 
@@ -218,7 +128,7 @@ def test_failing_half_way_leaves_nothing_behind(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        orbax_io.write_orbax(from_model(small_model()), tmp_path / "out", progress=stop)
+        orbax_io.write_orbax(from_model(biased_model()), tmp_path / "out", progress=stop)
     assert len(seen) == 3 and list(tmp_path.iterdir()) == []
 
 

@@ -41,10 +41,8 @@ def teacher(tmp_path_factory, tokenizer):
     return make
 
 
-@pytest.mark.parametrize(
-    "case", ["qwen3", *(pytest.param(case, marks=pytest.mark.long) for case in ("gemma3", "glm4"))]
-)
-def test_distillation(case, teacher, tmp_path):
+def distilled(teacher, case: str, tmp_path):
+    """(the base, the output folder, the command that wrote it, the loss of each step)."""
     path, data, output = teacher(case), tmp_path / "code.txt", tmp_path / "run"
     data.write_text(TEXT)
     command = [
@@ -54,29 +52,45 @@ def test_distillation(case, teacher, tmp_path):
         *("--max-steps", str(STEPS)),
     ]
     assert main(command) == 0
+    return path, output, command, losses_of(output)
+
+
+def losses_of(output) -> dict[int, float]:
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+def test_distillation(teacher, tmp_path):
+    """The loss falls, and the export has the teacher's tensors beside its own."""
+    path, output, _, losses = distilled(teacher, "qwen3", tmp_path)
+    assert losses[STEPS] < losses[1] / 2
+    before, after = (load_file(p / "model.safetensors") for p in (path, output / "model"))
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    hf = json.loads((output / "model" / "config.json").read_text())
+    assert hf["model_type"] == "qwen3_swiftkv"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["qwen3", "gemma3", "glm4"])
+def test_a_run_goes_on_and_its_student_is_served(case, teacher, tmp_path):
+    path, output, command, losses = distilled(teacher, case, tmp_path)
     whole = load_file(output / "model" / "model.safetensors")
     # As if it had been killed in the last steps.
     shutil.rmtree(output / "model")
     shutil.rmtree(output / "checkpoints" / str(STEPS))
     assert main(command) == 0
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
-    assert list(losses) == list(range(1, STEPS + 1))
-    assert losses[STEPS] < losses[1] / 2
-    exported = output / "model"
-    before, after = (load_file(folder / "model.safetensors") for folder in (path, exported))
-    assert all(np.array_equal(before[name], after[name]) for name in before)
-    assert all(np.array_equal(whole[name], after[name]) for name in whole)
-    student = skv.load(exported, dtype="float32")
+    again = losses_of(output)
+    assert list(again) == list(range(1, STEPS + 1)) and again == losses
+    exported = load_file(output / "model" / "model.safetensors")
+    assert all(np.array_equal(whole[name], exported[name]) for name in whole)
+    student = skv.load(output / "model", dtype="float32")
     prompt = list(range(5, 25))
     new = skv.generate(student, [prompt], max_tokens=6, ignore_eos=True)[0]
     best = logits(student, [prompt + new])[0, len(prompt) - 1 : -1]
     np.testing.assert_allclose(best[np.arange(6), new], best.max(-1), atol=1e-3)
-    assert json.loads((exported / "config.json").read_text())["model_type"] == (
-        f"{CASES[case]['model_type']}_swiftkv"
-    )
 
 
+@pytest.mark.long
 def test_plans_and_analysis(teacher, tmp_path, capsys):
     path, data = teacher("qwen3"), tmp_path / "code.txt"
     data.write_text(TEXT)
