@@ -70,6 +70,7 @@ class PredictedRunner:
             page_bytes=Layout(self.config, self.cache_dtype, None).page_bytes(options.page_size),
             weight_bytes=num_bytes(self.weights),
             memory_limit=int(options.memory_utilization * device.published.memory_bytes),
+            ridge_tokens=device.published.ridge_tokens,
         )
         if self.cache_dtype != DTYPE:  # Hopper's kernel widens the pool that it is given
             self.shapes = with_contexts(self.shapes)

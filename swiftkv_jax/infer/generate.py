@@ -19,7 +19,7 @@ from ..model.model import Model, check_model
 from ..pallas_kernels import Implementation
 from .engine.checks import check_request
 from .engine.engine import Engine
-from .engine.options import EngineOptions
+from .engine.options import OFFLINE_PREFILL_CHUNKS, EngineOptions
 from .engine.requests import Request, RequestOutput
 from .engine.sampling_params import SamplingParams
 from .text import TextStream, encode, encode_chat
@@ -135,6 +135,7 @@ def generate(
     options = EngineOptions(
         max_model_len=max_model_len,
         max_num_seqs=min(max_num_seqs, max(len(many), 1)),
+        max_prefill_chunks=OFFLINE_PREFILL_CHUNKS,
         decode_steps=decode_steps,
         kv_cache_dtype=kv_cache_dtype,
         generated_kv=generated_kv,

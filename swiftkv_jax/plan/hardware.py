@@ -19,6 +19,12 @@ class Hardware:
     bandwidth: float
     """Bytes a second between the device and its memory."""
 
+    @property
+    def ridge_tokens(self) -> float:
+        """Tokens from which a product with bfloat16 weights takes longer to compute than its
+        weights take to read."""
+        return (self.flops / 2) / (self.bandwidth / 2)
+
 
 # NVIDIA's data sheets give bfloat16 with sparsity, which doubles it: 1,979 TFLOP/s for H100 SXM and
 # H200 SXM, 242 for L4, 4,500 for B200. The PCIe and NVL cards are slower and call themselves

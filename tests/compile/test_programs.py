@@ -15,6 +15,7 @@ from swiftkv_jax.infer.runner.lowering import (
     DecodeProgram,
     PrefillProgram,
     UpperProgram,
+    compiler_defaults,
     lower_program,
 )
 from swiftkv_jax.model.cache import bytes_per_token
@@ -275,6 +276,15 @@ def test_branches_and_loops_outside_command_buffers(kind, with_loops, branches, 
     if kind == "greedy":
         assert found.command_buffers == (1 if with_loops else 3)
         assert found.outside <= 1
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(256, True), (CHUNK, False)])
+def test_large_chunks_have_no_command_buffer(tokens, expected):
+    config = dataclasses.replace(LLAMA_8B, num_layers=4, num_key_value_layers=2)
+    program = PrefillProgram(tokens, tokens // 128 + 4, None)
+    lowered = lower_program(config, program, **SHAPE, mesh=topology_mesh("h200:1", (1, 1)))
+    found = hlo.thunks(lowered, compiler_defaults(program, "gpu"))
+    assert (found.command_buffers > 0) == expected, found
 
 
 @pytest.mark.parametrize("name", MACHINES)

@@ -31,7 +31,7 @@ from ...cli.fields import add_flags, check_minimums, given, group, option
 from ...cli.model_options import ModelOptions
 from ...errors import UsageError
 from ...plan.presets import PRESETS
-from ..engine.options import EngineOptions
+from ..engine.options import OFFLINE_PREFILL_CHUNKS, EngineOptions
 from .cells import ALONE, MODES, QUEUED, STUDENT, TEACHER, Cell, Mode
 
 VARIANTS = {"on": STUDENT, "off": TEACHER}
@@ -206,6 +206,8 @@ def plan(options: BenchOptions) -> tuple[EngineOptions, list[Cell]]:
     defaults: dict[str, Any] = {}
     if mode == "prefill":
         defaults["decode_steps"] = 1
+    if mode == "offline":
+        defaults["max_prefill_chunks"] = OFFLINE_PREFILL_CHUNKS
     steps = EngineOptions(**defaults | options.engine).decode_steps
     cells = _cells(options, steps)
     defaults["max_model_len"] = max(cell.length for cell in cells)

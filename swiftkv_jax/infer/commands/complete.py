@@ -19,7 +19,7 @@ from ...errors import UsageError
 from ...model.model import Model
 from ...process.jsonl import scan
 from ..engine.checks import check_request
-from ..engine.options import EngineOptions
+from ..engine.options import OFFLINE_PREFILL_CHUNKS, EngineOptions
 from ..engine.requests import Request
 from ..engine.sampling_params import SamplingParams
 from .batch import Row, read_rows
@@ -84,7 +84,7 @@ def main(args: argparse.Namespace) -> int:
         model = dataclasses.replace(model, config=config)
     reader = PromptReader(model.tokenizer, params)
     if scanned is not None and command.input is not None:
-        options = EngineOptions(**engine_fields)
+        options = EngineOptions(max_prefill_chunks=OFFLINE_PREFILL_CHUNKS, **engine_fields)
         work = _file_workload(command.input, reader, model, options, *scanned)
     else:
         stream = command.stream and file is None

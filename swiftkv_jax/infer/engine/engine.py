@@ -1,10 +1,10 @@
 """The engine: requests in, outputs out, by continuous batching over static buffers. It handles
 token ids only.
 
-Each `step` sends the device chunks of prefill, at most one for each token of a decode call, and one
-decode call, then reads the results of the step before: the host is one step behind, so the device
-always has work. Sequences are added and removed between steps. All programs are compiled before the
-first step, none after.
+Each `step` sends the device chunks of prefill, at most `max_prefill_chunks`, and one decode call,
+then reads the results of the step before: the host is one step behind, so the device always has
+work. Sequences are added and removed between steps. All programs are compiled before the first
+step, none after.
 
 Sequences that follow a grammar decode one token a step, in a separate call before that of the
 others. Which tokens may come next depends on the token before, so the result of this call is read
@@ -281,7 +281,7 @@ class Engine[R: ModelRunnerBase]:
         if grown:
             runner.update_pages(grown)
         sent = Sent()
-        for _ in range(self._steps()):
+        for _ in range(self.options.max_prefill_chunks or self._steps()):
             if (chunk := scheduler.schedule_prefill()) is None:
                 break
             output = runner.run_chunk(chunk)

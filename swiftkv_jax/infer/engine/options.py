@@ -11,6 +11,8 @@ from ...errors import UsageError
 from ...model.config import GENERATED_KV, NO_OWN, GeneratedKV, KVCacheDtype
 
 MAX_DECODE_STEPS = 128
+OFFLINE_PREFILL_CHUNKS = 32
+"""`max_prefill_chunks` where all answers are awaited together."""
 
 
 def parse_compiler_option(text: str) -> tuple[str, str | bool]:
@@ -48,17 +50,18 @@ class EngineOptions:
         metavar="N",
         parse=token_count,
     )
-    """Number of tokens on each data-parallel shard. At most `decode_steps` chunks run before a
-    decode call. A larger chunk delays decoding; with fewer than some hundreds of tokens a device's
-    arithmetic is not fully used."""
+    """Number of tokens on each data-parallel shard. A larger chunk delays decoding; with fewer than
+    some hundreds of tokens a device's arithmetic is not fully used."""
+    max_prefill_chunks: int | None = None
+    """Most chunks of prefill before a decode call; None is the tokens that a sequence emits in the
+    call. Where nobody waits for single tokens, more chunks fill more rows before each call."""
     decode_steps: int = option(
         8,
         "tokens a sequence decodes in one call (default: %(default)s; 1 where text is printed "
         "as it comes)",
         metavar="N",
     )
-    """Tokens that a sequence decodes in one call, and the largest number of prefill chunks before
-    such a call. With fewer, tokens are returned sooner; with more, the host has less work."""
+    """With fewer, tokens are returned sooner; with more, the host has less work."""
     single_step_rows: int | None = option(
         0,
         "number of sequences up to which a call decodes one token each (default: %(default)s; "
@@ -130,9 +133,11 @@ class EngineOptions:
     structured_outputs: bool = False
     """Compile the programs that a request with a `grammar` needs."""
     decode_rows: tuple[int, ...] | None = None
-    """Sizes of a decode call, ascending; None is `max_num_seqs` and eighths of it."""
+    """Sizes of a decode call, ascending, of which the last is `max_num_seqs`; None chooses them for
+    the device."""
     chunks: tuple[int, ...] | None = None
-    """Sizes of a chunk, ascending; None is `max_num_batched_tokens` and an eighth of it."""
+    """Sizes of a chunk, ascending, of which the last is `max_num_batched_tokens`; None chooses them
+    for the device."""
     one_size: bool = False
     """For an engine that serves one call: compile only the largest of the sizes that are None, and
     allocate no more KV cache than `max_num_seqs` sequences fill."""
@@ -158,6 +163,7 @@ class EngineOptions:
             "max_model_len",
             "max_num_seqs",
             "max_num_batched_tokens",
+            "max_prefill_chunks",
             "decode_steps",
             "kv_cache_memory",
             "page_size",

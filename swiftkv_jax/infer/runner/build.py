@@ -18,12 +18,13 @@ from ...model.config import Config
 from ...model.mesh import check_mesh, dp_size, mesh_of
 from ...model.model import Model, check_model
 from ...pallas_kernels import Implementation
+from ...plan.hardware import hardware_of
 from ..engine.options import EngineOptions
 from .layout import Layout
 from .memory import allocating, bytes_kept, bytes_per_device, memory_limit
 from .model_runner import ModelRunner
 from .serving_form import serve_model, served_config, shard_model
-from .shapes import Shapes, choose_shapes, with_contexts
+from .shapes import RIDGE_TOKENS, Shapes, choose_shapes, with_contexts
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ def build_model_runner(
     # A caller that donates drops the model, also what was moved to a mesh and not deleted.
     kept_bytes = 0 if donate else bytes_kept(callers, weights)
     limit = memory_limit(device, options.memory_utilization)
+    hardware = hardware_of(device.device_kind)
     shapes = choose_shapes(
         served,
         options,
@@ -88,6 +90,7 @@ def build_model_runner(
         weight_bytes=bytes_per_device(weights),
         kept_bytes=kept_bytes,
         memory_limit=limit,
+        ridge_tokens=RIDGE_TOKENS if hardware is None else hardware.ridge_tokens,
     )
     ops = Attention(mesh, attention)
     if _widens_pool(layout, shapes, model.dtype, ops):

@@ -19,6 +19,9 @@ from ...errors import UsageError
 
 logger = logging.getLogger(__name__)
 
+CompilerOption = str | int | float | bool
+"""Value of a field of XLA's `DebugOptions`."""
+
 LOG_INTERVAL = 10.0
 """Seconds between two lines of the log while programs are compiled."""
 _REFUSALS = "No such compile option", "While setting option"
@@ -28,16 +31,19 @@ _REFUSALS = "No such compile option", "While setting option"
 def compile_all[Program](
     lowered: dict[Program, Callable[[], jax.stages.Lowered]],
     on_progress: Callable[[int, int], object] | None = None,
-    options: Mapping[str, str | int | float | bool] | None = None,
+    options: Mapping[str, CompilerOption] | None = None,
+    defaults: Callable[[Program], Mapping[str, CompilerOption]] = lambda _: {},
 ) -> dict[Program, jax.stages.Compiled]:
     """Lower the programs one after the other and compile as many at once as there are cores.
-    `on_progress` is called with the number of compiled programs and of all, first with 0; a
-    terminal shows a progress bar, and without one the log has a line every `LOG_INTERVAL`. The
-    result has the order of `lowered`. Raises `UsageError` for
-    compiler options that XLA refuses."""
 
-    def compile_one(program: jax.stages.Lowered) -> jax.stages.Compiled:
-        return program.compile(compiler_options=dict(options) if options else None)
+    `on_progress` is called with the number of compiled programs and of all, first with 0; a
+    terminal shows a progress bar, and without one the log has a line every `LOG_INTERVAL`. XLA gets
+    the `defaults` of each program, and `options` for all of them, which prevail. The result has the
+    order of `lowered`. Raises `UsageError` for `options` that XLA refuses.
+    """
+
+    def compile_one(key: Program, program: jax.stages.Lowered) -> jax.stages.Compiled:
+        return program.compile(compiler_options={**defaults(key), **(options or {})} or None)
 
     bar = tqdm(total=len(lowered), desc="compiling", unit="program", disable=None, leave=False)
     workers = min(len(lowered), os.cpu_count() or 1)
@@ -46,7 +52,7 @@ def compile_all[Program](
     with bar, logged, concurrent.futures.ThreadPoolExecutor(workers) as pool:
         if on_progress is not None:
             on_progress(0, len(lowered))
-        running = {pool.submit(compile_one, lower()): key for key, lower in lowered.items()}
+        running = {pool.submit(compile_one, key, lower()): key for key, lower in lowered.items()}
         for done in concurrent.futures.as_completed(running):
             try:
                 compiled[running[done]] = done.result()

@@ -38,6 +38,7 @@ from .lowering import (
     PrefillProgram,
     Program,
     UpperProgram,
+    compiler_defaults,
     lower_all,
 )
 from .memory import MemoryPlan, allocating, host_memory, memory_plan
@@ -154,7 +155,9 @@ class ModelRunner:
     def _compile(self) -> MemoryPlan:
         try:
             lowered = lower_all(self.layout, self.shapes, self.weights, self._attention)
-            self._compiled = compile_all(lowered, self._on_compile, self._compiler_options)
+            options = self._compiler_options
+            defaults = functools.partial(compiler_defaults, platform=self._device.platform)
+            self._compiled = compile_all(lowered, self._on_compile, options, defaults)
         except ImplementationError as error:
             raise UsageError(error.of_option("attention"), option="attention") from error
         state, limit, mesh = self.layout.state(self.shapes), self._memory_limit, self.layout.mesh

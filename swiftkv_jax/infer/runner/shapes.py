@@ -30,6 +30,15 @@ longer than the host needs for a call, on the same cores."""
 
 FEW_TILES = 4
 """Spare query tiles of a chunk with few requests, as with long prompts."""
+SHORT_PROMPT = 32
+"""Tokens of a prompt on average for which the smaller chunks have spare query tiles."""
+MAX_CHUNK_SIZES = 4
+"""Sizes of a chunk by default on an accelerator: each is a program or more to compile."""
+RIDGE_TOKENS = 256.0
+"""`Hardware.ridge_tokens` of an accelerator that is not in its table."""
+GPU_DECODE_ROWS = (1, 8, 32, 64, 96, 128, 192, 256, 384)
+"""Sizes of a decode call by default on a GPU: from some 64 rows on, the time of a step grows with
+the rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +63,9 @@ class Shapes:
     chunks: tuple[int, ...]
     """Sizes of a prefill chunk in tokens, ascending."""
     spare_tiles: tuple[int, ...]
-    """Query tiles of a chunk beyond those of one long prompt, ascending: how many short ones can
-    share it. An unused tile costs attention a block of padding."""
+    """Query tiles of a chunk of the largest size beyond those of one long prompt, ascending: how
+    many short ones can share it. An unused tile costs attention a block of padding. Smaller chunks
+    have one number of tiles (`tiles`)."""
     contexts: tuple[int | None, ...]
     """Numbers of pages that a chunk can read, ascending, where they are gathered first
     (`with_contexts`); else (None,)."""
@@ -93,7 +103,11 @@ class Shapes:
     def tiles(self, tokens: int) -> tuple[int, ...]:
         """Numbers of query tiles that a chunk of `tokens` can have, ascending. One that scores has
         the last."""
-        return tuple(-(-tokens // self.page_size) + spare for spare in self.spare_tiles)
+        spare_tiles = self.spare_tiles
+        if tokens < self.chunks[-1]:
+            few, most = spare_tiles[0], spare_tiles[-1]
+            spare_tiles = (min(max(few, tokens // SHORT_PROMPT), most),)
+        return tuple(-(-tokens // self.page_size) + spare for spare in spare_tiles)
 
     def chunk(self, tokens: int, tiles: int, context_pages: int) -> tuple[int, int, int | None]:
         """The smallest compiled chunk that fits: (its tokens, query tiles, pages to read)."""
@@ -141,22 +155,21 @@ def choose_shapes(
     weight_bytes: int,
     memory_limit: int | None,
     kept_bytes: int = 0,
+    ridge_tokens: float = RIDGE_TOKENS,
 ) -> Shapes:
     """The shapes for these options.
 
     `page_bytes` are the bytes of a page in all layers on one device, `weight_bytes` those of the
     weights, `memory_limit` those that may be used (None: the device does not say), `kept_bytes`
-    those of a model beside the weights. Raises `UsageError` if the cache cannot hold one sequence
-    of `max_model_len`.
+    those of a model beside the weights, `ridge_tokens` is `Hardware.ridge_tokens` of the device.
+    Raises `UsageError` if the cache cannot hold one sequence of `max_model_len`.
     """
     length = _max_model_len(config, options)
     page_size = options.page_size
     slots = -(-options.max_num_seqs // dp_size)
     table_pages = -(-length // page_size)
-    chunks = options.chunks or _chunk_sizes(options, length, platform)
-    decode_rows = options.decode_rows or buckets(
-        slots, smallest=1, count=1 if options.one_size else 4
-    )
+    chunks = options.chunks or _chunk_sizes(options, length, slots, platform, ridge_tokens)
+    decode_rows = options.decode_rows or _decode_rows(options, slots, platform)
     if decode_rows[-1] != slots or any(
         sorted(set(sizes)) != list(sizes) for sizes in (chunks, decode_rows)
     ):
@@ -216,11 +229,34 @@ def _max_model_len(config: Config, options: EngineOptions) -> int:
     return length
 
 
-def _chunk_sizes(options: EngineOptions, length: int, platform: str) -> tuple[int, ...]:
-    """`Shapes.chunks` by default."""
+def _chunk_sizes(
+    options: EngineOptions, length: int, slots: int, platform: str, ridge_tokens: float
+) -> tuple[int, ...]:
+    """`Shapes.chunks` by default.
+
+    On an accelerator sizes halve until one is below `ridge_tokens`, from where on a smaller one
+    would take as long, and prompts of several requests fill the largest.
+    """
     tokens = options.max_num_batched_tokens or (512 if platform == "cpu" else 2048)
-    longest = max(16, 1 << (length - 1).bit_length())
-    return buckets(min(tokens, longest), smallest=16, count=1 if options.one_size else 2)
+    most = length if platform == "cpu" else length * slots
+    largest = min(tokens, max(16, 1 << (most - 1).bit_length()))
+    if options.one_size:
+        return (largest,)
+    if platform == "cpu":
+        return buckets(largest, smallest=16, count=2)
+    sizes = [largest]
+    while len(sizes) < MAX_CHUNK_SIZES and sizes[-1] > max(ridge_tokens, 16):
+        sizes.append(sizes[-1] // 2)
+    return tuple(reversed(sizes))
+
+
+def _decode_rows(options: EngineOptions, slots: int, platform: str) -> tuple[int, ...]:
+    """`Shapes.decode_rows` by default."""
+    if options.one_size:
+        return (slots,)
+    if platform == "gpu":
+        return (*(rows for rows in GPU_DECODE_ROWS if rows < slots), slots)
+    return buckets(slots, smallest=1, count=4)
 
 
 def _spare_tiles(options: EngineOptions, slots: int, platform: str) -> tuple[int, ...]:

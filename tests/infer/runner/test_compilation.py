@@ -1,5 +1,6 @@
 """All programs compiled at once, with the options of an engine, and the counter of compilations."""
 
+import functools
 import logging
 import threading
 import time
@@ -85,6 +86,24 @@ def test_options_that_the_compiler_refuses(options, refusal):
 def test_an_option_that_is_no_option():
     with pytest.raises(skv.UsageError, match="`compiler_options`: 'xla_a'=None must be"):
         EngineOptions(compiler_options={"xla_a": None})  # pyright: ignore[reportArgumentType]
+
+
+def test_defaults_of_a_program_yield_to_the_options():
+    given = {}
+
+    class Program:
+        def __init__(self, name):
+            self.name = name
+
+        def compile(self, compiler_options=None):
+            given[self.name] = compiler_options
+
+    lowered: Any = {name: functools.partial(Program, name) for name in ("a", "b", "c")}
+    defaults = {"a": {"x": 1, "y": 1}, "b": {"y": 2}, "c": {}}
+    compile_all(lowered, options={"y": 3}, defaults=defaults.__getitem__)
+    assert given == {"a": {"x": 1, "y": 3}, "b": {"y": 3}, "c": {"y": 3}}
+    compile_all(lowered, defaults=defaults.__getitem__)
+    assert given == defaults | {"c": None}, "an empty mapping is another key of the compile cache"
 
 
 @pytest.mark.long

@@ -1,15 +1,73 @@
 """The shapes that an engine compiles, by its options and its device."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from swiftkv_jax.checkpoints.hf_config import config_from_hf
 from swiftkv_jax.infer.engine.options import EngineOptions
-from swiftkv_jax.infer.runner.shapes import choose_shapes
+from swiftkv_jax.infer.runner.shapes import Shapes, choose_shapes
+from swiftkv_jax.plan.hardware import hardware_of
 from tests import tiny
 
 MIB = 2**20
+
+
+def shapes_on(platform: str, options: EngineOptions, **device: Any) -> Shapes:
+    config = config_from_hf(tiny.hf_config(max_position_embeddings=8192))
+    memory = {"page_bytes": 1024, "weight_bytes": MIB, "memory_limit": None}
+    return choose_shapes(config, options, dp_size=1, platform=platform, **memory | device)
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "fields", "expected"),
+    [
+        ("gpu", "NVIDIA H100 80GB HBM3", {}, (256, 512, 1024, 2048)),
+        ("gpu", "NVIDIA L4", {}, (256, 512, 1024, 2048)),
+        ("tpu", "TPU v6e", {}, (512, 1024, 2048)),
+        ("tpu", "TPU v5p", {}, (256, 512, 1024, 2048)),
+        ("gpu", "NVIDIA H100 80GB HBM3", {"max_num_batched_tokens": 512}, (256, 512)),
+        ("gpu", "NVIDIA H100 80GB HBM3", {"one_size": True}, (2048,)),
+        # Prompts of many short sequences share a chunk.
+        ("gpu", "NVIDIA H100 80GB HBM3", {"max_model_len": 256}, (256, 512, 1024, 2048)),
+        ("gpu", "NVIDIA H100 80GB HBM3", {"max_model_len": 64, "max_num_seqs": 2}, (128,)),
+        ("cpu", None, {}, (64, 512)),
+        ("cpu", None, {"max_model_len": 64}, (16, 64)),
+    ],
+)
+def test_sizes_of_a_chunk(platform, kind, fields, expected):
+    """Halves of the largest down to the first that takes no longer than reading the weights."""
+    device = {} if kind is None else {"ridge_tokens": hardware_of(kind).ridge_tokens}
+    assert shapes_on(platform, EngineOptions(**fields), **device).chunks == expected
+
+
+def test_smaller_chunks_have_one_number_of_tiles():
+    shapes = shapes_on("gpu", EngineOptions())
+    assert {tokens: shapes.tiles(tokens) for tokens in shapes.chunks} == {
+        256: (2 + 8,),
+        512: (4 + 16,),
+        1024: (8 + 32,),
+        2048: (16 + 4, 16 + 32),
+    }
+    assert shapes.chunk(300, tiles=20, context_pages=0)[:2] == (512, 20)
+    assert shapes.chunk(300, tiles=21, context_pages=0)[:2] == (1024, 40)
+
+
+@pytest.mark.parametrize(
+    ("platform", "fields", "expected"),
+    [
+        ("gpu", {}, (1, 8, 32, 64)),
+        ("gpu", {"max_num_seqs": 256}, (1, 8, 32, 64, 96, 128, 192, 256)),
+        ("gpu", {"max_num_seqs": 500}, (1, 8, 32, 64, 96, 128, 192, 256, 384, 500)),
+        ("gpu", {"max_num_seqs": 4}, (1, 4)),
+        ("gpu", {"one_size": True}, (64,)),
+        ("tpu", {}, (1, 8, 64)),
+        ("cpu", {"max_num_seqs": 1}, (1,)),
+    ],
+)
+def test_sizes_of_a_decode_call(platform, fields, expected):
+    assert shapes_on(platform, EngineOptions(**fields)).decode_rows == expected
 
 
 @pytest.mark.parametrize(
@@ -28,15 +86,7 @@ def test_few_sequences_decode_one_step_where_the_host_keeps_up(
     platform, weight_bytes, given, expected
 ):
     options = EngineOptions(max_model_len=64, max_num_seqs=64, single_step_rows=given)
-    shapes = choose_shapes(
-        config_from_hf(tiny.hf_config()),
-        options,
-        dp_size=1,
-        platform=platform,
-        page_bytes=1024,
-        weight_bytes=weight_bytes,
-        memory_limit=None,
-    )
+    shapes = shapes_on(platform, options, weight_bytes=weight_bytes)
     assert shapes.single_step_rows == expected
     assert bool(shapes.single_step_sizes) == bool(expected)
 
