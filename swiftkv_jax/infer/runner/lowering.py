@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from ...model.attention import Attention
@@ -21,7 +22,7 @@ from .decode_programs import copy_pages, decode
 from .decode_state import PageTables, insert_sequences, insert_token_counts, update_page_tables
 from .kv_heads import with_kv_head_copies
 from .layout import Layout
-from .prefill_chunk import PrefillChunk, QueryTiles, UpperTokens
+from .prefill_chunk import Joined, PrefillChunk, QueryTiles, UpperTokens
 from .prefill_programs import prefill_chunk, prefill_tail, score_chunk
 from .serving_form import Weights, served_config, weight_shapes
 from .shapes import Shapes, has_own_start
@@ -111,19 +112,27 @@ def lower_all(
     def ints(*shape: int) -> jax.ShapeDtypeStruct:
         return layout.array(shape, jnp.int32)
 
+    def joined(tree: Any) -> Joined:
+        shapes_only = jax.tree.map(lambda leaf: np.empty(leaf.shape, np.int32), tree)
+        one = Joined.of(shapes_only, shapes.dp_size)
+        return dataclasses.replace(one, data=layout.rows(*one.data.shape))
+
     for tokens in shapes.chunks:
         for context in shapes.contexts:
             for tiles in shapes.tiles(tokens):
-                operands = served, weights, _chunk(layout, shapes, tokens, tiles, context)
+                chunk = _chunk(layout, shapes, tokens, tiles, context)
+                operands = served, weights, joined(chunk), state.cache
                 program = PrefillProgram(tokens, tiles, context)
-                add(program, prefill_chunk, *operands, state.cache, attention=attention)
+                add(program, prefill_chunk, *operands, attention=attention)
             chunk = _chunk(layout, shapes, tokens, shapes.tiles(tokens)[-1], context)
             for upper in shapes.tails(tokens):
-                operands = served, weights, chunk, _upper(layout, shapes, upper), state.cache
+                both = chunk, _upper(layout, shapes, upper)
+                operands = served, weights, joined(both), state.cache
                 program = UpperProgram(tokens, upper, context, scores=False)
                 add(program, prefill_tail, *operands, attention=attention)
             for upper in shapes.scored(tokens):
-                operands = served, weights, chunk, _upper(layout, shapes, upper), state.cache
+                both = chunk, _upper(layout, shapes, upper)
+                operands = served, weights, joined(both), state.cache
                 program = UpperProgram(tokens, upper, context, scores=True)
                 add(program, score_chunk, *operands, attention=attention)
     for rows in shapes.decode_rows:

@@ -44,6 +44,7 @@ from .lowering import (
 from .memory import MemoryPlan, allocating, host_memory, memory_plan
 from .prefill_chunk import (
     INVALID_PAGE,
+    Joined,
     ScheduledShards,
     chunk_needs,
     pack_chunk,
@@ -296,7 +297,8 @@ class ModelRunner:
         }
         if isinstance(program, PrefillProgram):
             chunk = pack_chunk(shards, tokens=tokens, tiles=program.tiles, **common)
-            cache, done = self._compiled[program](self.weights, chunk, self._state.cache)
+            joined = Joined.of(chunk, shapes.dp_size)
+            cache, done = self._compiled[program](self.weights, joined, self._state.cache)
             output = AsyncOutput(done)
         else:
             chunk = pack_chunk(shards, tokens=tokens, tiles=shapes.tiles(tokens)[-1], **common)
@@ -308,7 +310,8 @@ class ModelRunner:
                 pages_per_own_page=shapes.pages_per_own_page,
                 **common,
             )
-            cache, result = self._compiled[program](self.weights, chunk, upper, self._state.cache)
+            joined = Joined.of((chunk, upper), shapes.dp_size)
+            cache, result = self._compiled[program](self.weights, joined, self._state.cache)
             index = scored_index(shards) if program.scores else None
             output = AsyncOutput(self._to_host(result) if program.scores else result, index)
         self._state = dataclasses.replace(self._state, cache=cache)

@@ -20,7 +20,8 @@ pages, those of this chunk among them.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +80,31 @@ class UpperTokens:
     # values, at offsets in own pages. `page` is W O, `page_table` W P O; positions count from
     # `own_start`, and `tile_index` is -1 for the other tokens.
     own_tiles: QueryTiles | None = None
+
+
+@struct.dataclass
+class Joined[Tree]:
+    """A tree of int32 arrays, such as a chunk, as one array: one transfer to the device."""
+
+    data: Leaf  # i32[A, N]
+    structure: Any = struct.field(pytree_node=False)
+    """The tree's `jax.tree.structure`, and the shape of each array."""
+
+    @classmethod
+    def of(cls, tree: Tree, shards: int) -> Joined[Tree]:
+        """Join arrays in NumPy, the first axis of each split over `shards`."""
+        leaves, treedef = jax.tree.flatten(tree)
+        data = np.concatenate([leaf.reshape(shards, -1) for leaf in leaves], axis=1)
+        return cls(data, (treedef, tuple(leaf.shape for leaf in leaves)))
+
+    def split(self) -> Tree:
+        """The tree, on the device."""
+        treedef, shapes = self.structure
+        shards = self.data.shape[0]
+        ends = np.cumsum([math.prod(shape) // shards for shape in shapes])
+        parts = jnp.split(self.data, ends[:-1], axis=1)
+        leaves = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+        return jax.tree.unflatten(treedef, leaves)
 
 
 # On the device ----------------------------------------------------------------

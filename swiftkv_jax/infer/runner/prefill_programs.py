@@ -39,7 +39,7 @@ from .cached_layers import (
 )
 from .first_tokens import FirstTokens
 from .layout import keep_cache_sharding, pool_sharding, replicate, state_sharding
-from .prefill_chunk import PrefillChunk, QueryTiles, UpperTokens, pack, unpack
+from .prefill_chunk import Joined, PrefillChunk, QueryTiles, UpperTokens, pack, unpack
 from .serving_form import Weights
 from .shapes import kv_programs
 from .taps import chunk_before
@@ -52,7 +52,7 @@ HEAD_ROWS = 256
 def prefill_chunk(
     config: Config,
     weights: Weights,
-    chunk: PrefillChunk,
+    tokens: Joined[PrefillChunk],
     cache: KVCache,
     *,
     attention: Attention = DEFAULT,
@@ -63,6 +63,7 @@ def prefill_chunk(
     Also returns a number to wait for: the cache itself is donated to the next call before this one
     has ended.
     """
+    chunk = tokens.split()
     _, _, cache = _prefill(config, weights, chunk, cache, attention)
     done = chunk.tiles.query_end.max()
     return keep_cache_sharding(config, cache, attention), replicate(done, attention)
@@ -72,14 +73,14 @@ def prefill_chunk(
 def prefill_tail(
     config: Config,
     weights: Weights,
-    chunk: PrefillChunk,
-    upper: UpperTokens,
+    tokens: Joined[tuple[PrefillChunk, UpperTokens]],
     cache: KVCache,
     *,
     attention: Attention = DEFAULT,
 ) -> tuple[KVCache, Int[Array, ""]]:
     """`prefill_chunk` in which some tokens run through the upper layers too, and keep their own
     keys and values there."""
+    chunk, upper = tokens.split()
     x, tables, cache = _prefill(config, weights, chunk, cache, attention)
     _, cache = _run_upper_own(config, weights, chunk, upper, x, tables, cache, attention)
     done = chunk.tiles.query_end.max()
@@ -92,8 +93,7 @@ def prefill_tail(
 def score_chunk(
     config: Config,
     weights: Weights,
-    chunk: PrefillChunk,
-    scored: UpperTokens,
+    tokens: Joined[tuple[PrefillChunk, UpperTokens]],
     cache: KVCache,
     *,
     attention: Attention = DEFAULT,
@@ -102,6 +102,7 @@ def score_chunk(
     """`prefill_chunk`, and the log-probabilities (A M) of the targets of some of its tokens, which
     alone run through the upper layers. `token` of the result is the likeliest one. Logits are
     computed for `head_rows` tokens at a time."""
+    chunk, scored = tokens.split()
     x, tables, cache = _prefill(config, weights, chunk, cache, attention)
     if kv_programs(config) == "boundary":
         x, tables = _upper_input(x, tables, scored)

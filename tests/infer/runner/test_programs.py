@@ -30,7 +30,7 @@ from swiftkv_jax.infer.runner.lowering import (
     UpperProgram,
     lower_program,
 )
-from swiftkv_jax.infer.runner.prefill_chunk import chunk_needs, pack_chunk, pack_upper
+from swiftkv_jax.infer.runner.prefill_chunk import Joined, chunk_needs, pack_chunk, pack_upper
 from swiftkv_jax.infer.runner.prefill_programs import prefill_chunk, score_chunk
 from swiftkv_jax.infer.runner.serving_form import served_config, serving_weights
 from swiftkv_jax.infer.runner.shapes import Shapes
@@ -79,6 +79,16 @@ def arrays(scheduled: list[ScheduledTokens], tokens: int, context_pages: int | N
 
 
 # The packing ------------------------------------------------------------------
+
+
+def test_a_tree_as_one_array():
+    """Arrays whose first axis the shards divide, and what is None."""
+    rng = np.random.default_rng(0)
+    shapes: list[tuple[int, ...]] = [(2, 5), (6,), (4, 3, 2)]
+    a, b, c = (rng.integers(0, 100, shape, dtype=np.int32) for shape in shapes)
+    joined = Joined.of(((a, None), b, c), 2)
+    assert joined.data.shape == (2, 5 + 3 + 12)
+    jax.tree.map(np.testing.assert_array_equal, joined.split(), ((a, None), b, c))
 
 
 def test_the_picture():
@@ -136,12 +146,12 @@ def check_scores(
     ]
     scheduled = [ScheduledTokens(states[0], 0, 6), ScheduledTokens(states[1], 0, 3)]
     first, _ = arrays(scheduled, 12, context_pages)
-    cache, _ = prefill_chunk(config, weights, first, cache)
+    cache, _ = prefill_chunk(config, weights, Joined.of(first, 1), cache)
     ends = (states[2], 0, 4), (states[1], 3, 8), (states[0], 6, 13)
     scheduled = [ScheduledTokens(state, start, stop) for state, start, stop in ends]
     second, scored = arrays(scheduled, 16, context_pages)
     assert context_pages is None or second.gathered_pages.tolist() == [6, 2, 4, 3, 9, 1, 12]
-    _, found = score_chunk(config, weights, second, scored, cache, **options)
+    _, found = score_chunk(config, weights, Joined.of((second, scored), 1), cache, **options)
     place = 0
     found = jax.tree.map(np.asarray, found)
     for row in (1, 0):
@@ -212,7 +222,7 @@ def test_buffers_are_donated():
     weights = serving_weights(model.llama, model.swiftkv)
     cache = init_cache(model.config, PAGES, PAGE, jnp.float32)
     chunk, _ = arrays([ScheduledTokens(request_state([1, 2, 3, 4], 1, [0]), 0, 3)], 4)
-    filled, _ = prefill_chunk(model.config, weights, chunk, cache)
+    filled, _ = prefill_chunk(model.config, weights, Joined.of(chunk, 1), cache)
     assert all(buffer.is_deleted() for buffer in jax.tree.leaves(cache))
     copied = copy_pages(model.config, jnp.array([0]), jnp.array([1]), filled)
     assert all(buffer.is_deleted() for buffer in jax.tree.leaves(filled))
