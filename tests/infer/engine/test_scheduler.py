@@ -139,6 +139,19 @@ def test_prefill_keeps_up_with_decoding():
     assert engine.stats.decode_calls <= 1.2 * 64 * 5 / 16
 
 
+def test_offline_runs_fill_the_slots_before_they_decode():
+    """With more chunks before a call than it has steps, every call decodes full rows."""
+    engine, _ = mock_engine(slots=16, num_pages=512, chunk=16, steps=8, max_prefill_chunks=32)
+    for seed in range(64):
+        engine.add_request(ask(prompt_of(seed, 17), 40, ignore_eos=True))
+    engine.step()
+    assert engine.stats.chunks == 16
+    while engine.has_work:
+        engine.step()
+    assert engine.stats.chunks == 64
+    assert engine.stats.decode_calls == 64 * 5 // 16
+
+
 def test_the_same_requests_leave_the_same_slots_and_pages():
     """Processes that make the same calls hold the same pages, whatever else is in their memory."""
     left, junk = [], []
