@@ -38,7 +38,8 @@ def shapes_on(platform: str, options: EngineOptions, **device: Any) -> Shapes:
 )
 def test_sizes_of_a_chunk(platform, kind, fields, expected):
     """Halves of the largest down to the first that takes no longer than reading the weights."""
-    device = {} if kind is None else {"ridge_tokens": hardware_of(kind).ridge_tokens}
+    hardware = hardware_of(kind or "")
+    device = {} if hardware is None else {"ridge_tokens": hardware.ridge_tokens}
     assert shapes_on(platform, EngineOptions(**fields), **device).chunks == expected
 
 
