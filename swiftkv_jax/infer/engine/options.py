@@ -54,14 +54,14 @@ class EngineOptions:
     some hundreds of tokens a device's arithmetic is not fully used."""
     max_prefill_chunks: int | None = None
     """Most chunks of prefill before a decode call; None is the tokens that a sequence emits in the
-    call. Where nobody waits for single tokens, more chunks fill more rows before each call."""
+    call. More of them fill more rows before each call, and delay the tokens of running sequences."""
     decode_steps: int = option(
         8,
         "tokens a sequence decodes in one call (default: %(default)s; 1 where text is printed "
         "as it comes)",
         metavar="N",
     )
-    """With fewer, tokens are returned sooner; with more, the host has less work."""
+    """Fewer return tokens sooner; more leave the host less work."""
     single_step_rows: int | None = option(
         0,
         "number of sequences up to which a call decodes one token each (default: %(default)s; "
