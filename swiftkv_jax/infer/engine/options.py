@@ -54,7 +54,7 @@ class EngineOptions:
     some hundreds of tokens a device's arithmetic is not fully used."""
     max_prefill_chunks: int | None = None
     """Most chunks of prefill before a decode call; None is the tokens that a sequence emits in the
-    call. More of them fill more rows before each call, and delay the tokens of running sequences."""
+    call. More fill more rows before each call, and delay the tokens of running sequences."""
     decode_steps: int = option(
         8,
         "tokens a sequence decodes in one call (default: %(default)s; 1 where text is printed "
