@@ -7,9 +7,9 @@
 MODEL is a checkpoint without a delta: a folder or a GGUF file. A cell is a student: a cut (K), what
 the prompt computes above it (base: the closed form; tap: `boundary_taps`; attention:
 `prompt_attention_layers`; both; head and with it: `exact_head`; neurons: attention with a quarter
-of each MLP, `prompt_mlp_neurons`) and how it is served (`boundary`,
-or `own` with a tail of 64). It is fitted to training text of this machine's packages and measured
-on held-out packages and on generated documents. A trained student comes from
+of each MLP, `prompt_mlp_neurons`; groups: pairs of layers share a cache) and how it is served
+(`boundary`, or `own` with a tail of 64). It is fitted to training text of this machine's packages
+and measured on held-out packages and on generated documents. A trained student comes from
 `python -m benchmarks.distill_real`.
 
 Cells are written to the JSON in `benchmarks/results` one by one; the same command continues, and
@@ -39,7 +39,7 @@ from .results import TEACHER, Results
 from .rows import LENGTH, encode
 
 CORPUS = Path("runs/real/corpus")
-PROGRAMS_HELP = f"(default: %(default)s); also {', '.join(cells.WITH_NEURONS)}"
+PROGRAMS_HELP = f"(default: %(default)s); also {', '.join((*cells.GROUPS, *cells.WITH_NEURONS))}"
 
 logger = logging.getLogger("swiftkv_jax.benchmarks")
 

@@ -16,12 +16,15 @@ from swiftkv_jax.model.model import Model
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What the prompt computes above the cut beside the projections of keys and values."""
+    """What the prompt computes above the cut beside the projections of keys and values, and how
+    many layers share them."""
 
     boundary_taps: int = 0
     prompt_attention_layers: int = 0
     prompt_mlp_neurons: int = 0
     exact_head: int = 0
+    key_value_group_size: int = 0
+    """Layers that share a cache; 0 if each has its own."""
 
     def at(self, upper_layers: int) -> Program:
         """The same with no more layers of attention than a cut of so many upper layers takes."""
@@ -42,6 +45,8 @@ class Program:
             parts[-1] += f" and {self.prompt_mlp_neurons} neurons"
         if self.exact_head:
             parts.append("exact head")
+        if self.key_value_group_size:
+            parts.append(f"groups of {self.key_value_group_size}")
         return ", ".join(parts) or "closed form"
 
 
@@ -54,6 +59,11 @@ PROGRAMS = {
     "tap-head": Program(boundary_taps=1, exact_head=1),
     "both-head": Program(boundary_taps=1, prompt_attention_layers=2, exact_head=1),
 }
+GROUPS = {
+    "groups": Program(key_value_group_size=2),
+    "both-head-groups": dataclasses.replace(PROGRAMS["both-head"], key_value_group_size=2),
+}
+"""Programs for cuts that leave a whole number of pairs of layers."""
 WITH_NEURONS = {
     "neurons": PROGRAMS["attention"],
     "tap-neurons": PROGRAMS["both"],
@@ -61,13 +71,13 @@ WITH_NEURONS = {
     "tap-neurons-1-head": dataclasses.replace(PROGRAMS["both-head"], prompt_attention_layers=1),
 }
 """Programs that get neurons beside their maps."""
-NAMES = *PROGRAMS, *WITH_NEURONS
+NAMES = *PROGRAMS, *GROUPS, *WITH_NEURONS
 
 
 def program_of(config: Config, name: str) -> Program:
     """That of a model with this name. Raises `UsageError` if it has none."""
-    if name in PROGRAMS:
-        return PROGRAMS[name]
+    if known := (PROGRAMS | GROUPS).get(name):
+        return known
     if name not in WITH_NEURONS:
         raise UsageError(f"`programs`={name!r}: expected some of {','.join(NAMES)}")
     if not (neurons := quarter_of_neurons(config)):

@@ -132,7 +132,7 @@ def _lines(found: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
 
 def _order(cell: Cell) -> tuple[Any, ...]:
     program = cell["exact_head"], cell["prompt_attention_layers"], cell["boundary_taps"]
-    program += (cell.get("prompt_mlp_neurons", 0),)
+    program += cell.get("prompt_mlp_neurons", 0), cell.get("key_value_group_size", 0)
     served = cell["generated_kv"] == "boundary", cell["exact_tail"]
     return -cell["num_key_value_layers"], program, served, cell["trained_tokens"]
 
