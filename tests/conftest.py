@@ -107,6 +107,12 @@ LONGEST = [
 what they make; begun last, a long one would leave the others idle."""
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Three processes for two processors: a third of the tests' time is waiting, for servers,
+    disks and signals."""
+    return (os.cpu_count() or 1) * 3 // 2
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest files first."""

@@ -297,44 +297,47 @@ FORMATS = {
     "tpu": ("bfloat16", "float8_e4m3fn", "int8"),
 }
 SHORT: dict[str, Collection[str]] = {
-    "xla float32": [
-        name
-        for name in CASES
-        if name not in WINDOWS or name.endswith((" 1", " 65", " 129", " 200", " 300", " 600"))
-    ],
-    "xla bfloat16": {"documents across blocks", "gradient of documents", "decode wide"},
-    "xla int8": {"of one prompt", "pages of 7", "part of pages", "decode pages, several tokens"},
-    "xla float8_e4m3fn": {"rows at different offsets", "decode", "decode several tokens"},
-    "hopper bfloat16": {
-        *("whole rows", "ragged rows at different offsets", "wide documents"),
-        *("documents, window 90", "offsets, window 129"),
-        *("of two prompts, an idle row first", "chunks, window 200"),
-        *("part of rows", "part of pages, window 65", "gradient of documents, window 70"),
-        *("decode wide", "decode idle rows", "decode one long row, many short"),
-        *("decode pages, several tokens", "decode pages, window 65", "decode rows, window 129"),
-        *("decode several tokens, window 63", "gradient"),
+    "xla float32": {
+        *("one token", "several blocks", "4 queries a head, odd", "wide"),
+        *("chunk up to the end of the cache", "ragged rows at different offsets"),
+        *("whole rows, window 1", "whole rows, window 65", "offsets, window 129"),
+        *("short documents", "documents of one token", "documents, window 1"),
+        *("of two prompts, an idle row first", "pages of 7", "pages of 16, in one block"),
+        *("fewer positions than queries", "chunks, window 200"),
+        *("part of pages", "part of rows", "part of one key", "part of pages, window 65"),
+        "part past which a window of the row's length reaches",
+        *("decode", "decode idle rows", "decode fewer positions than tokens"),
+        *("decode more splits than are combined at once", "decode pages, several tokens"),
+        *("decode pages, window 65", "decode several tokens, window 1"),
+        *("gradient", "gradient of documents", "gradient, window 65"),
+        *("cap in one block", "cap in several blocks", "cap of decode", "cap of a gradient"),
     },
-    "hopper int8": {"decode pages, window 130", "decode pages, several tokens"},
+    "xla bfloat16": {"documents across blocks", "gradient of documents", "decode wide"},
+    "xla int8": {"of one prompt", "part of pages", "decode pages, several tokens"},
+    "xla float8_e4m3fn": {"rows at different offsets", "decode several tokens"},
+    "hopper bfloat16": {
+        *("ragged rows at different offsets", "offsets, window 129"),
+        *("wide documents", "documents, window 90", "of two prompts, an idle row first"),
+        *("part of rows", "part of pages, window 65"),
+        *("gradient", "gradient of documents, window 70"),
+        *("decode wide", "decode one long row, many short", "decode pages, several tokens"),
+        *("decode pages, window 65", "decode several tokens, window 63"),
+    },
+    "hopper int8": {"decode pages, several tokens"},
     "hopper float8_e4m3fn": {"pages of 256", "decode idle rows"},
     "tpu bfloat16": {
-        *("whole rows", "ragged rows at different offsets", "wide documents"),
-        *("documents, window 90", "offsets, window 129"),
-        *("of two prompts, an idle row first", "chunks, window 200", "pages of 256"),
-        *("part of rows", "part of pages", "part of pages, window 65"),
-        *("gradient of documents, window 70", "gradient", "decode wide", "decode idle rows"),
-        *("decode one long row, many short", "decode pages, several tokens"),
-        *("decode pages, window 65", "decode rows, window 129", "decode several tokens, window 63"),
-        *("decode blocks of four pages", "decode blocks of four pages, window 600"),
+        *("whole rows", "ragged rows at different offsets", "offsets, window 129"),
+        *("wide documents", "documents, window 90", "of two prompts, an idle row first"),
+        *("part of rows", "part of pages, window 65"),
+        *("gradient", "gradient of documents, window 70"),
+        *("decode wide", "decode idle rows", "decode one long row, many short"),
+        *("decode pages, several tokens", "decode rows, window 129"),
+        *("decode several tokens, window 63", "decode blocks of four pages, window 600"),
     },
     "tpu int8": {"part of pages", "decode blocks of two pages"},
-    "tpu float8_e4m3fn": {
-        "pages of 256",
-        "decode blocks of half a page",
-        "decode pages, several tokens",
-    },
+    "tpu float8_e4m3fn": {"pages of 256", "decode blocks of half a page"},
 }
-"""What `make test` runs: each feature of each device kernel once, and nearly all of XLA's in
-float32."""
+"""What `make test` runs: each feature of each implementation once."""
 ON_DEVICES = {name for run, names in SHORT.items() if "xla" not in run for name in names}
 
 

@@ -64,14 +64,14 @@ def device_of(implementation: str):
 def _quick_callbacks():
     """An interpreter calls Python for each access to memory. JAX puts the operands of a call on a
     device first, which is half of the interpreters' time; they do with NumPy's arrays."""
-    from jax._src import callback
+    from jax._src import callback, core
     from jax._src.pallas.mosaic_gpu.interpret import shared_memory
 
     def call(*operands, callback, **_):
         return jax.tree.map(np.asarray, callback(*operands))
 
     def to_int(x):
-        return x if isinstance(x, jax.core.Tracer) else int(x)
+        return x if isinstance(x, core.Tracer) else int(x)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(callback, "io_callback_impl", call)

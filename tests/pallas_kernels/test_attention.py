@@ -157,7 +157,7 @@ def test_decode_where_float16_ends(implementation):
     np.testing.assert_allclose(np.float32(out) / unit, expected / unit, atol=1.5e-2)
 
 
-@parametrize("implementation", DEVICES)
+@parametrize("implementation", ["hopper", "tpu"])
 def test_the_same_twice(implementation):
     """No result depends on the order in which blocks or threads finish."""
     case = CASES["decode idle rows"]
