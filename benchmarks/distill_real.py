@@ -153,7 +153,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     flag("--seconds", type=float, help="stop and save after so many seconds")
     flag("--folder", type=Path, default=Path("runs/distill-real"), help="(default: %(default)s)")
-    flag("--tokens", help="of each student in turn, as 40e6,20e6 (default: as the plan says)")
+    flag("--students", metavar="K:TOKENS,...", help="instead of the plan's, as 15:40e6,20:20e6")
     flag("--data", metavar="PATH:WEIGHT", action="append", help="instead of the two sources")
     flag("--train-only", action="store_true", help="measure nothing, and keep what was trained")
     add_flags(parser)
@@ -165,13 +165,14 @@ def run(args: argparse.Namespace) -> int:
     """Returns the exit code."""
     plan = PLANS[args.plan]
     started = time.perf_counter()
-    if args.tokens:
-        plan = dataclasses.replace(plan, runs=parse_tokens(args.tokens, plan))
     if parts.is_split(Path(args.model)):
         args.folder.mkdir(parents=True, exist_ok=True)
         args.model = join(Path(args.model), args.folder)
     config = open_any(args.model).config
     program = program_of(config, args.program)
+    if args.students:
+        runs = parse_students(args.students, config.num_layers)
+        plan = dataclasses.replace(plan, runs=runs)
     cells = plan.cells(config.num_layers, program)
     args.folder.mkdir(parents=True, exist_ok=True)
     if args.seconds is not None:
@@ -216,18 +217,18 @@ def _name(args: argparse.Namespace, cell: Cell) -> str:
     return f"{cell.num_key_value_layers}-{args.program}-{cell.tokens}"
 
 
-def parse_tokens(text: str, plan: Plan) -> tuple[tuple[float, int], ...]:
-    """The first runs of a plan with `--tokens`. Raises `UsageError`."""
-    counts = text.split(",")
+def parse_students(text: str, num_layers: int) -> tuple[tuple[float, int], ...]:
+    """The runs of a plan with `--students`. Raises `UsageError`."""
     try:
-        found = [int(float(count)) for count in counts]
+        pairs = [one.split(":") for one in text.split(",")]
+        found = [(int(cut), int(float(tokens))) for cut, tokens in pairs]
     except (ValueError, OverflowError):
         found = []
-    if not 0 < len(found) <= len(plan.runs) or min(found) < 1:
+    if not found or any(tokens < 1 or not 0 < cut < num_layers for cut, tokens in found):
         raise UsageError(
-            f"`tokens`={text!r}: expected numbers above 0, at most {len(plan.runs)}, as 40e6,20e6"
+            f"`students`={text!r}: expected K:TOKENS, K below {num_layers}, as 15:40e6,20:20e6"
         )
-    return tuple((share, count) for (share, _), count in zip(plan.runs, found, strict=False))
+    return tuple((cut / num_layers, tokens) for cut, tokens in found)
 
 
 def keep_delta(model: str, exported: Path, target: Path, training: list[dict[str, Any]]) -> None:
