@@ -17,15 +17,14 @@ from jax.sharding import Mesh
 from ..errors import CheckpointError
 from ..model.config import Config
 from ..model.model import AuxiliaryFiles, Model
-from . import foreign
-from .auxiliary import read_auxiliary_files
+from . import foreign, source
+from .auxiliary import load_tokenizer, read_auxiliary_files
 from .gguf.file import is_gguf
-from .gguf.read import gguf_files, load_gguf, open_gguf
-from .hf_read import load_hf, open_hf, save_hf
-from .orbax_io import MANIFEST, load_orbax, open_orbax, save
+from .gguf.read import gguf_files, open_gguf
+from .hf_read import open_hf
+from .hf_write import Format, write_hf
+from .orbax_io import MANIFEST, open_orbax, write_orbax
 from .source import Quantization, Source
-
-__all__ = ["Kind", "kind_of", "load", "open_any", "save", "save_hf", "auxiliary_files_of"]
 
 Kind = Literal["Orbax", "Hugging Face", "GGUF"]
 
@@ -38,25 +37,38 @@ def load(
     config: Config | None = None,
     quantization: Quantization | None = None,
 ) -> Model:
-    """Load a checkpoint of any kind. Arguments as in `hf_read.load_hf`. Raises
-    `CheckpointError`."""
-    readers = {"Orbax": load_orbax, "Hugging Face": load_hf, "GGUF": load_gguf}
-    return readers[kind_of(path)](
-        path, dtype=dtype, mesh=mesh, config=config, quantization=quantization
+    """Load a checkpoint of any kind. `config` as in `open_any`, the others as in `source.load`.
+    Raises `CheckpointError` for anything missing, damaged or unsupported."""
+    opened = open_any(path, config)
+    assert opened.path is not None
+    tokenizer = load_tokenizer(opened.path, opened.auxiliary_files)
+    return source.load(
+        opened, dtype=dtype, mesh=mesh, tokenizer=tokenizer, quantization=quantization
     )
 
 
 def open_any(path: str | os.PathLike[str], config: Config | None = None) -> Source:
-    """Open a checkpoint of any kind for reading leaf by leaf. `config` as in `hf_read.load_hf`.
-    Raises `CheckpointError`."""
+    """Open a checkpoint of any kind for reading leaf by leaf. `config` asks for another SwiftKV cut
+    than the file's, so that a plain Llama goes straight into two stacks; a delta in the file does
+    not fit it and is not read. Raises `CheckpointError`."""
     readers = {"Orbax": open_orbax, "Hugging Face": open_hf, "GGUF": open_gguf}
+    path = Path(path)
     return readers[kind_of(path)](path, config)
 
 
-def kind_of(path: str | os.PathLike[str]) -> Kind:
+def save(model: Model, path: str | os.PathLike[str]) -> None:
+    """Write a model with Orbax (`orbax_io.write_orbax`). Its leaves may be gradients."""
+    write_orbax(source.from_model(model), path)
+
+
+def save_hf(model: Model, path: str | os.PathLike[str], *, format: Format = "full") -> None:
+    """Write a model as a Hugging Face directory (`hf_write.write_hf`)."""
+    write_hf(source.from_model(model), path, format=format)
+
+
+def kind_of(path: Path) -> Kind:
     """Return the kind of checkpoint at a path: a directory of ours or of Hugging Face, a GGUF file,
     or a folder whose only weights are one. Raises `CheckpointError` if it is none of them."""
-    path = Path(path)
     if not path.exists():
         raise CheckpointError(f"{path}: {foreign.missing(str(path))}")
     if (path / MANIFEST).is_file():

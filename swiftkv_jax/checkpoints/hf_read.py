@@ -11,15 +11,12 @@ wrong dtype is an error, and one error names all kinds of them.
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from ..errors import CheckpointError
 from ..model.config import Config
@@ -28,28 +25,24 @@ from ..model.model import AuxiliaryFiles, Model
 from ..model.quantization import SCALE, VALUES, Format, Scheme, refuse_quantized
 from ..model.stacks import split_layers
 from . import foreign, source
-from .auxiliary import load_tokenizer, read_auxiliary_files, read_json
+from .auxiliary import read_auxiliary_files, read_json
 from .hf_config import is_wrapped, ties_without_head
-from .hf_write import BASE_DIGEST, DELTA, FORMAT, INDEX, SINGLE_FILE, base_model_digest, save_hf
+from .hf_write import BASE_DIGEST, DELTA, FORMAT, INDEX, SINGLE_FILE, base_model_digest
 from .quantized.config import MODELOPT, read_quantization_config
 from .quantized.matrices import Tensor, join_tensors
 from .safetensors_io import DTYPES, WIDE, Stored, read_header, same_values
-from .source import Quantization, Source
+from .source import Source
 from .tensor_map import (
     BY_ITSELF,
     MappedLeaf,
     TensorNames,
-    by_name,
     check_no_problems,
     first_of,
     is_vision,
     leaves,
     tensor_names,
-    to_trees,
 )
 from .tensor_reader import TensorReader
-
-__all__ = ["delta_config", "load_delta", "load_hf", "open_delta", "open_hf", "save_hf"]
 
 # Buffers that old exporters wrote and that nothing reads: the frequencies follow from the config.
 _INERT = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -60,29 +53,7 @@ _HEAD = "lm_head.weight"
 _EMBED = "model.embed_tokens.weight"
 
 
-def load_hf(
-    path: str | os.PathLike[str],
-    *,
-    dtype: Any = None,
-    mesh: Mesh | None = None,
-    config: Config | None = None,
-    quantization: Quantization | None = None,
-) -> Model:
-    """Load a Hugging Face directory.
-
-    `dtype` None is `model.default_dtype()`; `mesh` None is the first device. `config` asks for
-    another SwiftKV cut than the file's, so that a plain Llama goes straight into two stacks; a
-    delta in the file does not fit it and is not read. `quantization` as in `source.load`. Raises
-    `CheckpointError` for anything missing, damaged or unsupported.
-    """
-    opened = open_hf(path, config)
-    tokenizer = load_tokenizer(Path(path), opened.auxiliary_files)
-    return source.load(
-        opened, dtype=dtype, mesh=mesh, tokenizer=tokenizer, quantization=quantization
-    )
-
-
-def load_delta(path: str | os.PathLike[str], base: Model) -> Model:
+def load_delta(path: Path, base: Model) -> Model:
     """Put a delta that `save_hf(format="delta")` wrote on the plain Llama it was trained for, in
     the base's dtype.
 
@@ -92,7 +63,7 @@ def load_delta(path: str | os.PathLike[str], base: Model) -> Model:
     refuse_quantized(base.llama, "a delta")
     config = delta_config(path)
     source.check_overrides(
-        Path(path),
+        path,
         config,
         base.config.cut(
             config.num_key_value_layers,
@@ -102,33 +73,23 @@ def load_delta(path: str | os.PathLike[str], base: Model) -> Model:
             boundary_taps=config.boundary_taps,
         ),
     )
-    cut = dataclasses.replace(
-        base, config=config, llama=split_layers(config, base.llama), swiftkv=None
-    )
+    llama = split_layers(config, base.llama)
+    cut = dataclasses.replace(base, config=config, llama=llama, swiftkv=None)
     opened = open_delta(path, source.from_model(cut))
-    where = source.shardings(config, None)
-    delta = {
-        leaf.name: opened.read(leaf, np.dtype(base.dtype), where[leaf.name])
-        for leaf in opened.leaves
-        if leaf.is_delta
-    }
-    return dataclasses.replace(
-        cut, swiftkv=to_trees(config, delta | dict.fromkeys(by_name(cut.llama)))[1]
-    )
+    return source.load(opened, dtype=base.dtype, tokenizer=base.tokenizer)
 
 
-def delta_config(path: str | os.PathLike[str]) -> Config:
+def delta_config(path: Path) -> Config:
     """The config to open the base of `open_delta` with."""
-    return read_auxiliary_files(Path(path))[0]
+    return read_auxiliary_files(path)[0]
 
 
-def open_delta(path: str | os.PathLike[str], base: Source) -> Source:
+def open_delta(path: Path, base: Source) -> Source:
     """A delta that `save_hf(format="delta")` wrote, on its base, which has the same cut. Reads the
     base, to compare its digest.
 
     Raises `CheckpointError` if the delta was trained for other weights.
     """
-    path = Path(path)
     stored, metadata = _read_weights(path)
     if metadata.get(FORMAT) != DELTA:
         raise CheckpointError(f"{path}: holds a whole model, not a delta; load it by itself")
@@ -144,10 +105,9 @@ def open_delta(path: str | os.PathLike[str], base: Source) -> Source:
     return source.with_delta(base, path, dtypes, TensorReader(tensors))
 
 
-def open_hf(path: str | os.PathLike[str], config: Config | None = None) -> Source:
+def open_hf(path: Path, config: Config | None = None) -> Source:
     """Check a Hugging Face directory's config, names, shapes and dtypes; read no weights yet.
-    `config` as in `load_hf`."""
-    path = Path(path)
+    `config` as in `checkpoints.load`."""
     file_config, auxiliary_files, eos_token_ids = read_auxiliary_files(path)
     fields = auxiliary_files.hf_config.get("quantization_config")
     if fields is None and (path / MODELOPT).is_file():
@@ -192,7 +152,7 @@ def source_of(
     config: Config | None,
 ) -> Source:
     """The model whose files hold the tensors `found`, after checking that these are exactly those
-    of `file_config`. `config` as in `load_hf`."""
+    of `file_config`. `config` as in `checkpoints.load`."""
     present = _present(file_config, found, format)
     tensors = _match(path, present, found, format, names)
     _check_tied_head(path, file_config, tensors)

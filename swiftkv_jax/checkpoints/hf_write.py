@@ -23,14 +23,13 @@ import numpy as np
 
 from ..errors import UsageError
 from ..model.config import Config
-from ..model.model import Model
 from ..model.sharding import to_host
 from ..process.files import check_free, new_directory, write_json
 from .auxiliary import write_auxiliary_files
 from .expanded import with_expanded_groups
 from .interleaved import join_pairs
 from .safetensors_io import crc32, write_file
-from .source import Source, from_model, parse_dtype
+from .source import Source, parse_dtype
 from .tensor_map import MappedLeaf
 
 Format = Literal["full", "delta", "expanded"]
@@ -62,18 +61,6 @@ class _Tensor:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
-def save_hf(model: Model, path: str | os.PathLike[str], *, format: Format = "full") -> None:
-    """Write `model` (its leaves may be gradients) as safetensors with a config.json. See the module
-    for the formats.
-
-    A model without a delta is written as a plain Llama, fp8 matrices as `compressed_tensors` says.
-    Nothing appears at `path` until all is written. Raises `UsageError` if `path` exists, if there
-    is no delta to write as one, if the teacher's upper q, k, v were dropped, and for int8 matrices,
-    which have no form here.
-    """
-    write_hf(from_model(model), path, format=format)
-
-
 def write_hf(
     source: Source,
     path: str | os.PathLike[str],
@@ -83,11 +70,14 @@ def write_hf(
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[MappedLeaf], None] = lambda leaf: None,
 ) -> None:
-    """Write a source, leaf by leaf; `progress` is called after each. `dtype` None keeps each leaf's
-    own.
+    """Write a source as safetensors with a config.json, leaf by leaf; `progress` is called after
+    each. `dtype` None keeps each leaf's own. See the module for the formats.
 
-    With several processes, all of them call this: each tensor is gathered to every host in turn,
-    and process 0 writes.
+    A model without a delta is written as a plain Llama, fp8 matrices as `compressed_tensors` says.
+    Nothing appears at `path` until all is written. Raises `UsageError` if `path` exists, if there
+    is no delta to write as one, if the teacher's upper q, k, v were dropped, and for int8 matrices,
+    which have no form here. With several processes, all of them call this: each tensor is gathered
+    to every host in turn, and process 0 writes.
     """
     check_free(path)
     _check_format(source, format)

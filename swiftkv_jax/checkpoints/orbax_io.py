@@ -26,19 +26,13 @@ from jax.sharding import Mesh, Sharding
 from ..errors import CheckpointError
 from ..model.config import Config
 from ..model.cut import has_same_delta
-from ..model.model import Model
 from ..model.quantization import FORMATS, SCALE, VALUES, Format, Scheme
 from ..process.files import check_free, new_directory, write_json
 from . import source
-from .auxiliary import (
-    load_tokenizer,
-    read_auxiliary_files,
-    read_json,
-    write_auxiliary_files,
-)
+from .auxiliary import read_auxiliary_files, read_json, write_auxiliary_files
 from .digest import digest
 from .orbax_calls import quiet_orbax, try_orbax
-from .source import Quantization, Source
+from .source import Source
 from .tensor_map import MappedLeaf, check_no_problems, leaves
 
 MANIFEST = "manifest.json"
@@ -53,15 +47,6 @@ _OS_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
 # Write ------------------------------------------------------------------------
 
 
-def save(model: Model, path: str | os.PathLike[str]) -> None:
-    """Write a model with Orbax. Nothing appears at `path` until all is written. Raises `UsageError`
-    if `path` exists.
-
-    With several processes, all of them call this.
-    """
-    write_orbax(source.from_model(model), path)
-
-
 def write_orbax(
     opened: Source,
     path: str | os.PathLike[str],
@@ -71,7 +56,7 @@ def write_orbax(
     progress: Callable[[MappedLeaf], None] = lambda leaf: None,
 ) -> None:
     """Write a source, leaf by leaf, read onto `mesh`; `progress` is called after each. `dtype` None
-    keeps each leaf's own."""
+    keeps each leaf's own. With several processes, all of them call this."""
     check_free(path)
     wanted = source.parse_dtype(dtype)
     where = opened.shardings(mesh)
@@ -118,23 +103,6 @@ def _save_leaf(path: Path, array: jax.Array) -> None:
 # Read -------------------------------------------------------------------------
 
 
-def load_orbax(
-    path: str | os.PathLike[str],
-    *,
-    dtype: Any = None,
-    mesh: Mesh | None = None,
-    config: Config | None = None,
-    quantization: Quantization | None = None,
-) -> Model:
-    """Load a directory written by `save`. Arguments as in `hf_read.load_hf`. Raises
-    `CheckpointError`."""
-    opened = open_orbax(path, config)
-    tokenizer = load_tokenizer(Path(path), opened.auxiliary_files)
-    return source.load(
-        opened, dtype=dtype, mesh=mesh, tokenizer=tokenizer, quantization=quantization
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class OrbaxReader:
     """Reads from a directory that `write_orbax` wrote."""
@@ -171,10 +139,8 @@ class OrbaxReader:
         return array
 
 
-def open_orbax(path: str | os.PathLike[str], config: Config | None = None) -> Source:
-    """Check config, manifest and shapes; read no weights yet. `config` as in
-    `hf_read.load_hf`."""
-    path = Path(os.path.abspath(path))
+def open_orbax(path: Path, config: Config | None = None) -> Source:
+    """Check config, manifest and shapes; read no weights yet. `config` as in `checkpoints.load`."""
     stored_config, auxiliary_files, eos_token_ids = read_auxiliary_files(path)
     manifest = _read_manifest(path)
     format = _stored_format(manifest)
@@ -183,7 +149,7 @@ def open_orbax(path: str | os.PathLike[str], config: Config | None = None) -> So
         config=stored_config,
         leaves=present,
         dtypes={leaf.name: np.dtype(jnp.dtype(manifest[leaf.name]["dtype"])) for leaf in present},
-        reader=OrbaxReader(path, manifest),
+        reader=OrbaxReader(path.absolute(), manifest),
         auxiliary_files=auxiliary_files,
         eos_token_ids=eos_token_ids,
         path=path,

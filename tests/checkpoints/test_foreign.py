@@ -11,7 +11,6 @@ from safetensors.numpy import load_file, save_file
 
 import swiftkv_jax as skv
 from swiftkv_jax import CheckpointError, ConfigError
-from swiftkv_jax.checkpoints.hf_read import load_hf
 from swiftkv_jax.model.quantization import dequantize
 from tests import tiny
 from tests.checkpoints.fp8_files import fp8_tensors, hf_fields, write
@@ -117,7 +116,7 @@ def test_links_of_the_hubs_cache_are_followed(tmp_path):
     path = edit(UNTIED, tmp_path / "model")
     (path / "model.safetensors").rename(tmp_path / "blob")
     os.symlink(tmp_path / "blob", path / "model.safetensors")
-    assert load_hf(path).config == load_hf(UNTIED).config
+    assert skv.load(path).config == skv.load(UNTIED).config
 
 
 def test_a_head_that_is_missing(tmp_path):
@@ -128,7 +127,7 @@ def test_a_head_that_is_missing(tmp_path):
     )
     fields = json.loads((path / "config.json").read_text()) | {"tie_word_embeddings": True}
     (path / "config.json").write_text(json.dumps(fields))
-    assert load_hf(path).llama.lm_head is None
+    assert skv.load(path).llama.lm_head is None
 
     def more(tensors):
         del tensors["lm_head.weight"], tensors["model.norm.weight"]
@@ -173,5 +172,5 @@ def test_negative_scales(tmp_path, quantization):
 def test_an_unknown_field_and_its_remedy(tmp_path):
     path = edit(TIED, tmp_path / "model", wonders=1)
     with pytest.raises(ConfigError, match="'wonders'.*; if it changes nothing, remove it$"):
-        load_hf(path)
+        skv.load(path)
     assert "lm_head.weight" not in load_file(path / "model.safetensors")

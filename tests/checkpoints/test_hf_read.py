@@ -12,8 +12,9 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from swiftkv_jax import CheckpointError, Model, UsageError
+from swiftkv_jax.checkpoints import load, save_hf
 from swiftkv_jax.checkpoints.hf_config import config_from_hf
-from swiftkv_jax.checkpoints.hf_read import load_delta, load_hf, open_hf, save_hf
+from swiftkv_jax.checkpoints.hf_read import load_delta, open_hf
 from swiftkv_jax.checkpoints.hf_write import write_hf
 from swiftkv_jax.checkpoints.source import from_model
 from swiftkv_jax.model.mesh import make_mesh
@@ -35,7 +36,7 @@ from tests.checkpoints.hf_models import (
 
 @pytest.mark.parametrize("fixture", [UNTIED, TIED], ids=lambda path: path.name)
 def test_fields_hold_the_tensors_that_their_names_say(fixture):
-    model, file = load_hf(fixture, dtype="float32"), load_file(fixture / "model.safetensors")
+    model, file = load(fixture, dtype="float32"), load_file(fixture / "model.safetensors")
     config = model.config
     assert (config.num_key_value_layers, config.key_value_group_size) == (
         (4, 1) if fixture is UNTIED else (4, 2)
@@ -69,14 +70,14 @@ def test_fields_hold_the_tensors_that_their_names_say(fixture):
 
 
 def test_default_dtype_on_a_cpu_is_float32_and_a_cast_rounds_each_value(tmp_path):
-    exact = load_hf(UNTIED)
+    exact = load(UNTIED)
     assert exact.dtype == jnp.float32
-    rounded = load_hf(UNTIED, dtype=jnp.bfloat16)
+    rounded = load(UNTIED, dtype=jnp.bfloat16)
     np.testing.assert_array_equal(
         rounded.llama.upper.down, exact.llama.upper.down.astype(jnp.bfloat16)
     )
     with pytest.raises(UsageError, match="float32, bfloat16, float16"):
-        load_hf(UNTIED, dtype="int8")
+        load(UNTIED, dtype="int8")
 
 
 def test_values_beyond_float16_are_refused(tmp_path):
@@ -85,13 +86,13 @@ def test_values_beyond_float16_are_refused(tmp_path):
 
     path = edit(UNTIED, tmp_path / "big", big)
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight has values beyond float16"):
-        load_hf(path, dtype="float16")
+        load(path, dtype="float16")
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (2, 2), (4, 1), (1, 8)])
 def test_sharded_load_gives_the_same_model_on_the_mesh(shape):
-    mesh, whole = make_mesh(shape), load_hf(TIED)
-    model = load_hf(TIED, mesh=mesh)
+    mesh, whole = make_mesh(shape), load(TIED)
+    model = load(TIED, mesh=mesh)
     assert_same_models(model, whole)
     gate = model.llama.lower.gate
     assert gate.sharding.mesh == mesh
@@ -99,21 +100,21 @@ def test_sharded_load_gives_the_same_model_on_the_mesh(shape):
 
 
 def test_a_plain_llama_can_be_cut_while_it_is_read(tmp_path):
-    whole = load_hf(UNTIED)
+    whole = load(UNTIED)
     save_hf(Model(whole.llama, None, config=whole.config), tmp_path / "plain")
-    plain = load_hf(tmp_path / "plain")
+    plain = load(tmp_path / "plain")
     assert plain.swiftkv is None and plain.config.num_key_value_layers == 8
     assert plain.llama.upper.gate.shape == (0, 160, 64)
-    cut = load_hf(tmp_path / "plain", config=plain.config.cut(6, 2))
+    cut = load(tmp_path / "plain", config=plain.config.cut(6, 2))
     assert cut.swiftkv is None and cut.llama.upper_qkv is not None
     assert cut.llama.lower.up.shape[0] == 6 and cut.llama.upper_qkv.q.shape[0] == 2
     np.testing.assert_array_equal(cut.llama.lower.up[5], whole.llama.upper.up[1])
     with pytest.raises(CheckpointError, match=r"embed_dim=64 \(asked for 32\)"):
-        load_hf(tmp_path / "plain", config=BIASED)
+        load(tmp_path / "plain", config=BIASED)
 
 
 def test_moving_the_cut_of_a_swiftkv_file_leaves_its_delta_behind():
-    model = load_hf(UNTIED, config=load_hf(UNTIED).config.cut(2, 3))
+    model = load(UNTIED, config=load(UNTIED).config.cut(2, 3))
     assert model.swiftkv is None and model.llama.upper.gate.shape[0] == 6
 
 
@@ -122,14 +123,14 @@ def test_the_teachers_upper_projections_may_be_absent_altogether(tmp_path):
         for name in [n for n in tensors if re.search(r"layers\.[4-7]\.self_attn\.[qkv]_proj\.", n)]:
             del tensors[name]
 
-    slim = load_hf(edit(TIED, tmp_path / "slim", drop))
+    slim = load(edit(TIED, tmp_path / "slim", drop))
     assert slim.llama.upper_qkv is None
-    np.testing.assert_array_equal(student_logits(slim), student_logits(load_hf(TIED)))
+    np.testing.assert_array_equal(student_logits(slim), student_logits(load(TIED)))
     for format in ("full", "expanded", "delta"):
         with pytest.raises(UsageError, match="needs the teacher's upper q, k, v"):
             save_hf(slim, tmp_path / "out", format=format)
     with pytest.raises(CheckpointError, match="missing: model.layers.6.self_attn.k_proj.weight$"):
-        load_hf(
+        load(
             edit(
                 TIED,
                 tmp_path / "some",
@@ -140,9 +141,9 @@ def test_the_teachers_upper_projections_may_be_absent_altogether(tmp_path):
 
 def test_end_tokens_come_from_generation_config_first(tmp_path):
     path = edit(UNTIED, tmp_path / "eos", eos_token_id=[5, 6])
-    assert load_hf(path).eos_token_ids == (5, 6)
+    assert load(path).eos_token_ids == (5, 6)
     (path / "generation_config.json").write_text('{"eos_token_id": [3, 4, 9]}')
-    model = load_hf(path)
+    model = load(path)
     assert model.eos_token_ids == (3, 4, 9)
     save_hf(model, tmp_path / "out")
     assert (tmp_path / "out/generation_config.json").read_bytes() == (
@@ -155,7 +156,7 @@ def test_inert_extras_are_let_pass(tmp_path):
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
 
-    assert_same_models(load_hf(edit(TIED, tmp_path / "extra", add)), load_hf(TIED))
+    assert_same_models(load(edit(TIED, tmp_path / "extra", add)), load(TIED))
 
     def differ(tensors):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
@@ -163,7 +164,7 @@ def test_inert_extras_are_let_pass(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"
     ):
-        load_hf(edit(TIED, tmp_path / "untied", differ))
+        load(edit(TIED, tmp_path / "untied", differ))
 
 
 # Writing ----------------------------------------------------------------------
@@ -171,7 +172,7 @@ def test_inert_extras_are_let_pass(tmp_path):
 
 @pytest.mark.parametrize("fixture", [UNTIED, TIED], ids=lambda path: path.name)
 def test_full_round_trip_is_bit_exact(tmp_path, fixture):
-    save_hf(load_hf(fixture, dtype="float32"), tmp_path / "out")
+    save_hf(load(fixture, dtype="float32"), tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
         "config.json",
@@ -202,7 +203,7 @@ def test_biased_model_round_trips_in_each_dtype(tmp_path, dtype):
         "model.layers.3.self_attn.k_proj_swiftkv.bias" not in biases
         and "lm_head.weight" not in names
     )
-    assert_same_models(load_hf(tmp_path / "out", dtype=dtype), model)
+    assert_same_models(load(tmp_path / "out", dtype=dtype), model)
 
 
 def test_each_tensor_keeps_its_own_dtype_in_a_mixed_file(tmp_path):
@@ -220,7 +221,7 @@ def test_each_tensor_keeps_its_own_dtype_in_a_mixed_file(tmp_path):
     )
     write_hf(opened, tmp_path / "out")
     assert_same_files(tmp_path / "out", path)
-    assert {leaf.dtype for leaf in jax.tree.leaves(load_hf(path, dtype="bfloat16"))} == {
+    assert {leaf.dtype for leaf in jax.tree.leaves(load(path, dtype="bfloat16"))} == {
         jnp.dtype(jnp.bfloat16)
     }
 
@@ -236,18 +237,18 @@ def test_shards_and_index(tmp_path):
     )
     assert index["metadata"]["total_size"] == sum(leaf.size * 4 for leaf in jax.tree.leaves(model))
     assert sorted(set(index["weight_map"].values())) == files
-    assert_same_models(load_hf(tmp_path / "out"), model)
-    assert_same_models(load_hf(tmp_path / "out", mesh=make_mesh((2, 2))), model)
+    assert_same_models(load(tmp_path / "out"), model)
+    assert_same_models(load(tmp_path / "out", mesh=make_mesh((2, 2))), model)
 
 
-@pytest.mark.parametrize("make", [lambda: load_hf(TIED), biased_model], ids=["tied", "biased"])
+@pytest.mark.parametrize("make", [lambda: load(TIED), biased_model], ids=["tied", "biased"])
 @pytest.mark.parametrize("kv", ["boundary", "own"])
 def test_expanded_gives_the_same_student_without_groups(tmp_path, make, kv):
     """For `boundary`, which the queries for shared keys need."""
     model = make()
     model = dataclasses.replace(model, config=dataclasses.replace(model.config, generated_kv=kv))
     save_hf(model, tmp_path / "out", format="expanded")
-    expanded = load_hf(tmp_path / "out")
+    expanded = load(tmp_path / "out")
     assert model.config.key_value_group_size == 2 and expanded.config.key_value_group_size == 1
     assert expanded.config.generated_kv == "boundary"
     assert (
@@ -258,16 +259,16 @@ def test_expanded_gives_the_same_student_without_groups(tmp_path, make, kv):
 
 
 def test_delta_holds_what_was_trained_and_fits_only_its_base(tmp_path):
-    model = load_hf(TIED)
+    model = load(TIED)
     save_hf(model, tmp_path / "delta", format="delta")
     reference = load_file(FIXTURES / "llama-trained-4of8-group2-tied.reference.safetensors")
     trained = {name.removeprefix("grad.") for name in reference if name.startswith("grad.")}
     assert load_file(tmp_path / "delta/model.safetensors").keys() == trained
     save_hf(Model(model.llama, None, config=model.config), tmp_path / "base")
-    base = load_hf(tmp_path / "base")
+    base = load(tmp_path / "base")
     assert_same_models(load_delta(tmp_path / "delta", base), model)
     with pytest.raises(CheckpointError, match="holds only the trained tensors"):
-        load_hf(tmp_path / "delta")
+        load(tmp_path / "delta")
     llama = dataclasses.replace(base.llama, final_norm=base.llama.final_norm + 1)
     other = dataclasses.replace(base, llama=llama)
     with pytest.raises(CheckpointError, match="was trained for another base model"):
@@ -280,7 +281,7 @@ def test_gradients_are_exported_under_the_same_names(tmp_path):
     model = biased_model()
     gradients = jax.tree.map(lambda leaf: -2 * leaf, model)
     save_hf(gradients, tmp_path / "gradients")
-    assert_same_models(load_hf(tmp_path / "gradients"), gradients)
+    assert_same_models(load(tmp_path / "gradients"), gradients)
 
 
 def test_config_is_written_as_transformers_4_reads_it(tmp_path):
@@ -290,14 +291,14 @@ def test_config_is_written_as_transformers_4_reads_it(tmp_path):
         "dtype": "float32",
     }
     path = edit(UNTIED, tmp_path / "five", **fields)
-    save_hf(load_hf(path), tmp_path / "out")
+    save_hf(load(path), tmp_path / "out")
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert "rope_parameters" not in written and "dtype" not in written
     assert (written["rope_theta"], written["rope_scaling"]) == (
         5e5,
         {"rope_type": "linear", "factor": 2.0},
     )
-    assert config_from_hf(written) == load_hf(path).config
+    assert config_from_hf(written) == load(path).config
 
 
 def test_an_existing_target_is_left_alone(tmp_path):

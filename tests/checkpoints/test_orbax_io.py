@@ -88,7 +88,7 @@ def test_a_student_without_the_teacher(tmp_path):
     with pytest.raises(
         CheckpointError, match="were dropped: a checkpoint with them is needed to split its layers"
     ):
-        orbax_io.load_orbax(tmp_path / "slim", config=model.config.cut(1))
+        checkpoints.load(tmp_path / "slim", config=model.config.cut(1))
 
 
 @pytest.mark.long

@@ -5,20 +5,15 @@ from __future__ import annotations
 
 import collections
 import functools
-import os
 from pathlib import Path
 from typing import Any
 
-from jax.sharding import Mesh
-
 from ...errors import ConfigError
 from ...model.config import Config
-from ...model.model import AuxiliaryFiles, Model
-from .. import source
-from ..auxiliary import load_tokenizer
+from ...model.model import AuxiliaryFiles
 from ..hf_config import config_from_hf
 from ..hf_read import source_of
-from ..source import Quantization, Source
+from ..source import Source
 from ..tensor_map import leaves
 from .config import architecture_of, hf_fields
 from .file import GgufFile, is_model_name, one_of, read_gguf, shards
@@ -26,28 +21,9 @@ from .tensors import read_tensors
 from .tokenizer import end_tokens, tokenizer_files
 
 
-def load_gguf(
-    path: str | os.PathLike[str],
-    *,
-    dtype: Any = None,
-    mesh: Mesh | None = None,
-    config: Config | None = None,
-    quantization: Quantization | None = None,
-) -> Model:
-    """Load a GGUF file, or a folder with one. Arguments as in `hf_read.load_hf`; weights are
-    decoded to `dtype`. Raises `CheckpointError` for anything missing, damaged or unsupported."""
-    opened = open_gguf(path, config)
-    assert opened.path is not None
-    tokenizer = load_tokenizer(opened.path, opened.auxiliary_files)
-    return source.load(
-        opened, dtype=dtype, mesh=mesh, tokenizer=tokenizer, quantization=quantization
-    )
-
-
-def open_gguf(path: str | os.PathLike[str], config: Config | None = None) -> Source:
+def open_gguf(path: Path, config: Config | None = None) -> Source:
     """Check a file's metadata, and its tensors' names, shapes and types; read no weights yet.
-    `config` as in `load_gguf`."""
-    path = Path(path)
+    `config` as in `checkpoints.load`."""
     if path.is_dir():
         path = one_of(gguf_files(path), path)
     stamps = tuple(
