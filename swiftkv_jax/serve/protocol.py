@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -27,7 +28,25 @@ def is_whole(value: float) -> bool:
     return isinstance(value, int) or (value.is_integer() and abs(value) < 2**53)
 
 
-class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Object(msgspec.Struct, forbid_unknown_fields=True):
+    """An object in a body."""
+
+
+def unread[S: msgspec.Struct](names: str, like: Any = Any) -> Callable[[type[S]], type[S]]:
+    """Decorator of a struct that adds fields which nothing reads: they may have any value, or are
+    of the type `like`."""
+    fields = [(name, like, None) for name in names.split()]
+
+    def add(kind: type[S]) -> type[S]:
+        found = msgspec.defstruct(
+            kind.__name__, fields, bases=(kind,), namespace={"__doc__": kind.__doc__}, kw_only=True
+        )
+        return found  # type: ignore[return-value]
+
+    return add
+
+
+class Body(Object, kw_only=True):
     """A body that names a model."""
 
     model: str | None = None
@@ -59,25 +78,25 @@ def refused_fields(kind: type[Body]) -> dict[str, Refused]:
     return found
 
 
-class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class StreamOptions(Object):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class JSONSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class JSONSchema(Object):
     name: str | None = None
     description: str | None = None
     schema: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ResponseFormat(Object):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchema | None = None
 
 
-class StructuredOutputsField(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class StructuredOutputsField(Object):
     """Fields of `StructuredOutputs`."""
 
     json: str | dict[str, Any] | None = None
@@ -92,12 +111,20 @@ def _now(kind: str) -> Refused:
     return Refused(reason=f"`guided_{kind}` is now `structured_outputs.{kind}`")
 
 
+@unread("prompt_cache_options prompt_cache_retention")
+@unread(
+    "audio early_stopping kv_transfer_params length_penalty logits_processors moderation "
+    "prediction prompt_embeds repetition_detection spaces_between_special_tokens stream_interval "
+    "use_beam_search verbosity vllm_xargs web_search_options",
+    Foreign,
+)
 class Sampling(Body, kw_only=True):
     """Fields of completions and chats. Ranges are those of `SamplingParams`."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
+    best_of: Any = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -132,34 +159,16 @@ class Sampling(Body, kw_only=True):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
     metadata: dict[str, str] | None = None
 
-    audio: Foreign = None
-    best_of: Any = None
-    early_stopping: Foreign = None
     guided_choice: Annotated[Any, _now("choice")] = None
     guided_grammar: Annotated[Any, _now("grammar")] = None
     guided_json: Annotated[Any, _now("json")] = None
     guided_regex: Annotated[Any, _now("regex")] = None
-    kv_transfer_params: Foreign = None
-    length_penalty: Foreign = None
-    logits_processors: Foreign = None
     modalities: Annotated[Any, Refused((["text"],))] = None
-    moderation: Foreign = None
-    prediction: Foreign = None
-    prompt_embeds: Foreign = None
-    repetition_detection: Foreign = None
     service_tier: Annotated[Any, Refused(("auto", "default"))] = None
-    spaces_between_special_tokens: Foreign = None
     store: Annotated[Any, Refused((False,))] = None
-    stream_interval: Foreign = None
-    use_beam_search: Foreign = None
-    verbosity: Foreign = None
-    vllm_xargs: Foreign = None
     watermarking: Annotated[Any, Refused((False,))] = None
-    web_search_options: Foreign = None
 
 
 def _integers(ids: Any) -> Any:
@@ -203,36 +212,32 @@ ToolName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,64}(?!\n)$")]
 """Name of a function or a namespace."""
 
 
-class Function(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Function(Object, omit_defaults=True):
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Tool(Object):
     type: Literal["function"]
     function: Function
 
 
-class FunctionName(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class FunctionName(Object):
     name: str
 
 
-class NamedToolChoice(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="function"
-):
+class NamedToolChoice(Object, tag_field="type", tag="function"):
     function: FunctionName
 
 
-class AllowedTools(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class AllowedTools(Object):
     mode: Literal["auto", "required"]
     tools: list[NamedToolChoice]
 
 
-class AllowedToolsChoice(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="allowed_tools"
-):
+class AllowedToolsChoice(Object, tag_field="type", tag="allowed_tools"):
     """Some of the tools: the prompt has all of them, so that its prefix stays cached."""
 
     allowed_tools: AllowedTools
@@ -241,12 +246,12 @@ class AllowedToolsChoice(
 ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice
 
 
-class FunctionCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class FunctionCall(Object):
     name: str
     arguments: str | dict[str, Any]
 
 
-class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ToolCall(Object):
     """A call in a message of the assistant's."""
 
     function: FunctionCall
@@ -255,27 +260,19 @@ class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     index: int | None = None
 
 
-class ContentPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+@unread(
+    "annotations logprobs image_url input_audio file detail file_id file_data file_url filename "
+    "audio_url video_url"
+)
+class ContentPart(Object):
     """A part of a message. Fields of other types are known so that these are refused by type."""
 
     type: str
     text: str | None = None
-    annotations: Any = None
-    logprobs: Any = None
-    image_url: Any = None
-    input_audio: Any = None
-    file: Any = None
-    detail: Any = None
-    file_id: Any = None
-    file_data: Any = None
-    file_url: Any = None
-    filename: Any = None
     refusal: Any = None
-    audio_url: Any = None
-    video_url: Any = None
 
 
-class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Message(Object, omit_defaults=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
@@ -350,7 +347,7 @@ class DetokenizeBody(Body, kw_only=True):
     tokens: list[int]
 
 
-class Pair(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Pair(Object):
     context: str
     continuation: str
 

@@ -31,7 +31,7 @@ def test_scores_are_those_of_the_continuation(running):
 
 def test_scores_of_long_texts_are_whole(start):
     """The engine gives them in parts of 2,048."""
-    running = start(engine={"max_model_len": 4096, "num_pages": 4096, "chunk": 512, "scored": 512})
+    running = start(engine={"max_model_len": 4096, "num_pages": 4096, "chunk": 512})
     ids = ids_of(text := "the quick brown fox " * 150)
     logprobs = [-float(next_token(ids[:at])) for at in range(1, len(ids))]
     pairs = {"pairs": [{"context": text[0], "continuation": text[1:]}]}

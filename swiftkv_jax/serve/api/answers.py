@@ -4,7 +4,6 @@ additions."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from typing import Any, ClassVar
 
@@ -13,10 +12,10 @@ import msgspec
 from ...infer.engine.sampling_params import SamplingParams
 from ..app import App
 from ..http.exchange import DONE, HTTPExchange
-from ..protocol import ChatBody, CompletionBody
+from ..protocol import ChatBody, CompletionBody, StreamOptions
 from ..service.generation import Choice, EngineRequest, Generation, TextDelta
+from . import run
 from .logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
-from .run import changes, send_events, send_whole, until_done
 
 
 def usage(generation: Generation) -> dict[str, Any]:
@@ -31,8 +30,8 @@ def usage(generation: Generation) -> dict[str, Any]:
     }
 
 
-class Writer[B: ChatBody | CompletionBody]:
-    """Answers of one request."""
+class Writer[B: ChatBody | CompletionBody](run.Writer):
+    """The choices of one request, whole or in chunks."""
 
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
@@ -50,7 +49,13 @@ class Writer[B: ChatBody | CompletionBody]:
         self.body = body
         self.params = params
         self.with_logprobs = params.logprobs is not None
+        # They take microseconds for each token, and there may be many.
+        self.takes_long = self.with_logprobs or body.prompt_logprobs is not None
         self._scored = scored
+        self._begun = set[int]()
+        self._ended = set[int]()
+        """Indices of choices in the stream."""
+        self._has_metrics = app.options.request_metrics
         self._spellings = app.spellings
         if body.return_tokens_as_token_ids:
             self._spellings = app.spellings_as_ids
@@ -67,7 +72,44 @@ class Writer[B: ChatBody | CompletionBody]:
             "choices": self._choices(generation),
             "usage": usage(generation),
             "system_fingerprint": self._fingerprint,
+            **self._metrics(generation),
         }
+
+    def events(self, generation: Generation) -> bytes:
+        """Chunks, one for each choice that has grown, and [DONE]."""
+        wanted = self.body.stream_options or StreamOptions()
+        fields: dict[str, Any] = {}
+        if wanted.continuous_usage_stats:
+            fields["usage"] = usage(generation)
+        elif wanted.include_usage:
+            fields["usage"] = None
+        events: list[bytes] = []
+        for part in generation.parts:
+            for choice in part.choices:
+                if choice.index in self._ended or not choice.is_ready:
+                    continue
+                if choice.index not in self._begun:
+                    self._begun.add(choice.index)
+                    events += self.first(part, choice, **fields)
+                if choice.finish_reason is not None:
+                    self._ended.add(choice.index)
+                is_last = len(self._ended) == sum(1 for _ in generation.choices)
+                if is_last and not wanted.include_usage:
+                    fields |= self._metrics(generation)
+                events.append(self.event([self.next(choice, choice.take())], **fields))
+        if generation.is_done:
+            if wanted.include_usage:
+                metrics = self._metrics(generation)
+                events.append(self.event([], usage=usage(generation), **metrics))
+            events.append(DONE)
+        return b"".join(events)
+
+    def _metrics(self, generation: Generation) -> dict[str, Any]:
+        """vLLM's `metrics` of an answer, if the server gives them."""
+        if not self._has_metrics:
+            return {}
+        times = generation.times
+        return {"metrics": times.request_metrics(generation.num_tokens, generation.longest)}
 
     def event(self, choices: list[dict[str, Any]], **fields: Any) -> bytes:
         """An event of a stream."""
@@ -259,78 +301,3 @@ class CompletionWriter(Writer[CompletionBody]):
             "stop_reason": choice.stop_reason,
             **self._ids(delta),
         }
-
-
-async def send_answer(
-    app: App,
-    exchange: HTTPExchange,
-    body: CompletionBody | ChatBody,
-    generation: Generation,
-    writer: Writer,
-) -> None:
-    """Send the answer, as a stream if the body asks for one. Raises `APIError` and
-    `ClientGone`."""
-    if body.stream:
-        await _stream(app, exchange, body, generation, writer)
-        return
-    await until_done(exchange, generation)
-    # Log-probabilities take microseconds for each token, and there may be many.
-    if writer.with_logprobs or body.prompt_logprobs is not None:
-        work = functools.partial(writer.whole, generation)
-        length = generation.num_prompt_tokens + generation.num_tokens
-        whole = await app.encoder.in_thread(work, length)
-    else:
-        whole = writer.whole(generation)
-    await send_whole(exchange, generation, whole | _metrics(app, generation))
-
-
-def _metrics(app: App, generation: Generation) -> dict[str, Any]:
-    """vLLM's `metrics` of an answer, if the server gives them."""
-    if not app.options.request_metrics:
-        return {}
-    times = generation.times
-    return {"metrics": times.request_metrics(generation.num_tokens, generation.longest)}
-
-
-async def _stream(
-    app: App,
-    exchange: HTTPExchange,
-    body: CompletionBody | ChatBody,
-    generation: Generation,
-    writer: Writer,
-) -> None:
-    """Send what becomes certain, all that there is at once. A stream that cannot go on ends
-    with an error and [DONE]."""
-    wanted = body.stream_options
-    each_usage = bool(wanted and wanted.continuous_usage_stats)
-    last_usage = bool(wanted and wanted.include_usage)
-    begun = set[int]()
-    ended = set[int]()
-    num_choices = sum(len(part.choices) for part in generation.parts)
-    async for _ in changes(exchange, generation, silence=app.options.sse_keep_alive):
-        fields: dict[str, Any] = {}
-        if each_usage:
-            fields["usage"] = usage(generation)
-        elif last_usage:
-            fields["usage"] = None
-        events: list[bytes] = []
-        done = generation.is_done
-        for part in generation.parts:
-            for choice in part.choices:
-                if choice.index in ended or not choice.is_ready:
-                    continue
-                if choice.index not in begun:
-                    begun.add(choice.index)
-                    events += writer.first(part, choice, **fields)
-                if choice.finish_reason is not None:
-                    ended.add(choice.index)
-                if len(ended) == num_choices and not last_usage:
-                    fields |= _metrics(app, generation)
-                events.append(writer.event([writer.next(choice, choice.take())], **fields))
-        if done:
-            if last_usage:
-                metrics = _metrics(app, generation)
-                events.append(writer.event([], usage=usage(generation), **metrics))
-            events.append(DONE)
-        if events:
-            await send_events(exchange, generation, b"".join(events), more=not done)

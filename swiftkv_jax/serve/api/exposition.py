@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import CounterMetricFamily as Counter
+from prometheus_client.core import GaugeMetricFamily as Gauge
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics.exposition import ALLOWUTF8
 
 from ... import __version__
+from ..service.admission import Admission
+from ..service.engine_thread import Snapshot
 from ..service.histogram import Histogram
 from ..service.metrics import STATES
 from ..service.service import Service
 
 LABELS = ("model_name", "engine")
+Row = tuple[Any, ...]
+"""(kind, name, description, value, label): with a label the value is a number for each of its
+values."""
 _STATS = (
     ("vllm:num_preemptions", "preemptions", "Requests that made room for earlier ones."),
     ("swiftkv:compilations", "compilations", "Programs compiled while serving."),
@@ -75,132 +77,93 @@ class _Collector:
 
     def collect(self) -> Iterator[Metric]:
         versions = {"version": __version__, "jax": importlib.metadata.version("jax")}
-        build = GaugeMetricFamily("swiftkv:build_info", "Versions.", labels=[*LABELS, *versions])
-        build.add_metric([*self._values, *versions.values()], 1)
-        yield build
-        yield from self._of_engine()
-        yield from self._of_requests()
-
-    def _of_engine(self) -> Iterator[Metric]:
-        """Yield the engine's metrics; none before there is an engine."""
-        service = self._service
+        yield self._info("swiftkv:build_info", "Versions.", versions)
         engine = self._service.engine
-        if engine is None or service.admission is None:
-            return
-        snapshot = engine.snapshot
-        load = snapshot.load
-        stats = snapshot.stats
-        prefix = snapshot.prefix
-        running = load.num_running + load.num_prefilling
-        text = "Sequences that decode, and requests in prefill."
-        yield self._gauge("vllm:num_requests_running", text, running)
-        yield self._gauge("vllm:num_requests_waiting", "Requests that wait.", service.num_waiting)
-        reasons = GaugeMetricFamily(
-            "vllm:num_requests_waiting_by_reason",
-            "Requests that wait: for capacity; none is put off for another reason.",
-            labels=[*LABELS, "reason"],
-        )
-        reasons.add_metric([*self._values, "capacity"], service.num_waiting)
-        reasons.add_metric([*self._values, "deferred"], 0)
-        yield reasons
-        usage = load.pages_in_use / max(load.num_pages, 1)
-        for of in ("", "gpu_"):  # vLLM's names, and its older ones, which some routers still read
-            usage_name = f"vllm:{of or 'kv_'}cache_usage_perc"
-            yield self._gauge(usage_name, "Share of the pages that requests hold.", usage)
-            name = f"vllm:{of}prefix_cache"
-            yield self._counter(f"{name}_queries", "Prompt tokens looked up.", prefix.queries)
-            yield self._counter(f"{name}_hits", "Prompt tokens found.", prefix.hits)
-        text = "Prompt tokens processed, those found in the prefix cache included."
-        yield self._counter("vllm:prompt_tokens", text, stats.prompt_tokens)
-        text = "Prompt tokens found in the prefix cache."
-        yield self._counter("vllm:prompt_tokens_cached", text, prefix.hits)
-        facts = service.cache_facts
-        info = GaugeMetricFamily(
-            "vllm:cache_config_info", "The KV cache.", labels=[*LABELS, *facts]
-        )
-        info.add_metric([*self._values, *facts.values()], 1)
-        yield info
-        yield self._histogram(engine.iteration_tokens)
-        for name, field, text in _STATS:
-            yield self._counter(name, text, getattr(stats, field))
-        idle = snapshot.idle_seconds
-        yield self._counter("swiftkv:engine_idle_seconds", "Time without work.", idle)
-        yield self._gauge(
-            "swiftkv:queued_tokens", "Prompt tokens not cached yet.", service.admission.tokens
-        )
-        if service.kv_events is not None and (batches := service.kv_events.batches) is not None:
-            yield self._counter(
-                "swiftkv:kv_event_batches",
-                "Steps with events of the prefix cache.",
-                batches.num_batches,
-            )
-            yield self._counter(
-                "swiftkv:kv_event_batches_dropped",
-                "Those for which the publisher's queue had no room.",
-                batches.num_dropped,
-            )
-        yield self._counters(
-            "vllm:admission_rejections",
-            "Requests refused.",
-            "reason",
-            service.admission.rejected,
-            ("max_num_queued_reqs", "max_num_queued_tokens"),
-        )
-
-    def _of_requests(self) -> Iterator[Metric]:
-        metrics = self._service.metrics
-        yield self._counter(
-            "vllm:generation_tokens", "Tokens of answers.", metrics.generation_tokens
-        )
-        yield self._counters(
-            "vllm:request_success",
-            "Sequences ended.",
-            "finished_reason",
-            metrics.finished,
-            ("stop", "length", "abort", "error"),
-        )
-        for found in metrics.histograms:
-            yield self._histogram(found)
-        yield self._counter(
-            "swiftkv:wasted_tokens", "Tokens behind an answer's end.", metrics.wasted_tokens
-        )
-        yield self._counter("swiftkv:slow_clients", "Streams aborted unread.", metrics.slow_clients)
-        yield self._counters(
-            "swiftkv:client_disconnects", "Clients that left.", "state", metrics.disconnects, STATES
-        )
-        yield self._gauge(
-            "swiftkv:loop_lag_seconds",
-            "Longest delay of the connections' thread in the last minute.",
-            metrics.loop_lag.value,
-        )
-        yield self._gauge("swiftkv:connections", "Open connections.", metrics.num_connections())
-        answers = CounterMetricFamily(
-            "swiftkv:http_requests", "Answers.", labels=["route", "status"]
-        )
-        for (route, status), count in sorted(metrics.http.items()):
+        if engine is not None and self._service.admission is not None:
+            yield self._info("vllm:cache_config_info", "The KV cache.", self._service.cache_facts)
+            yield self._histogram(engine.iteration_tokens)
+            for row in self._of_engine(engine.snapshot, self._service.admission):
+                yield self._family(*row)
+        for row in self._of_requests():
+            yield self._family(*row)
+        yield from map(self._histogram, self._service.metrics.histograms)
+        answers = Counter("swiftkv:http_requests", "Answers.", labels=["route", "status"])
+        for (route, status), count in sorted(self._service.metrics.http.items()):
             answers.add_metric([route, str(status)], count)
         yield answers
 
-    def _value(
+    def _of_engine(self, snapshot: Snapshot, admission: Admission) -> Iterator[Row]:
+        load = snapshot.load
+        prefix = snapshot.prefix
+        waiting = self._service.num_waiting
+        running = load.num_running + load.num_prefilling
+        text = "Sequences that decode, and requests in prefill."
+        yield Gauge, "vllm:num_requests_running", text, running
+        yield Gauge, "vllm:num_requests_waiting", "Requests that wait.", waiting
+        name = "vllm:num_requests_waiting_by_reason"
+        text = "Requests that wait: for capacity; none is put off for another reason."
+        yield Gauge, name, text, {"capacity": waiting, "deferred": 0}, "reason"
+        usage = load.pages_in_use / max(load.num_pages, 1)
+        for of in ("", "gpu_"):  # vLLM's names, and its older ones, which some routers still read
+            name = f"vllm:{of or 'kv_'}cache_usage_perc"
+            yield Gauge, name, "Share of the pages that requests hold.", usage
+            name = f"vllm:{of}prefix_cache"
+            yield Counter, f"{name}_queries", "Prompt tokens looked up.", prefix.queries
+            yield Counter, f"{name}_hits", "Prompt tokens found.", prefix.hits
+        text = "Prompt tokens processed, those found in the prefix cache included."
+        yield Counter, "vllm:prompt_tokens", text, snapshot.stats.prompt_tokens
+        text = "Prompt tokens found in the prefix cache."
+        yield Counter, "vllm:prompt_tokens_cached", text, prefix.hits
+        for name, field, text in _STATS:
+            yield Counter, name, text, getattr(snapshot.stats, field)
+        yield Counter, "swiftkv:engine_idle_seconds", "Time without work.", snapshot.idle_seconds
+        text = "Prompt tokens not cached yet."
+        yield Gauge, "swiftkv:queued_tokens", text, admission.tokens
+        events = self._service.kv_events
+        if events is not None and (batches := events.batches) is not None:
+            text = "Steps with events of the prefix cache."
+            yield Counter, "swiftkv:kv_event_batches", text, batches.num_batches
+            text = "Those for which the publisher's queue had no room."
+            yield Counter, "swiftkv:kv_event_batches_dropped", text, batches.num_dropped
+        refused = dict.fromkeys(("max_num_queued_reqs", "max_num_queued_tokens"), 0)
+        refused |= admission.rejected
+        yield Counter, "vllm:admission_rejections", "Requests refused.", refused, "reason"
+
+    def _of_requests(self) -> Iterator[Row]:
+        metrics = self._service.metrics
+        yield Counter, "vllm:generation_tokens", "Tokens of answers.", metrics.generation_tokens
+        ended = dict.fromkeys(("stop", "length", "abort", "error"), 0) | metrics.finished
+        yield Counter, "vllm:request_success", "Sequences ended.", ended, "finished_reason"
+        text = "Tokens behind an answer's end."
+        yield Counter, "swiftkv:wasted_tokens", text, metrics.wasted_tokens
+        yield Counter, "swiftkv:slow_clients", "Streams aborted unread.", metrics.slow_clients
+        left = dict.fromkeys(STATES, 0) | metrics.disconnects
+        yield Counter, "swiftkv:client_disconnects", "Clients that left.", left, "state"
+        text = "Longest delay of the connections' thread in the last minute."
+        yield Gauge, "swiftkv:loop_lag_seconds", text, metrics.loop_lag.value
+        yield Gauge, "swiftkv:connections", "Open connections.", metrics.num_connections()
+
+    def _family(
         self,
-        kind: type[GaugeMetricFamily | CounterMetricFamily],
+        kind: type[Gauge | Counter],
         name: str,
         text: str,
-        value: float,
+        value: float | Mapping[str, float],
+        label: str = "",
     ) -> Metric:
-        family = kind(name, text, labels=LABELS)
-        family.add_metric(self._values, value)
+        if not isinstance(value, Mapping):
+            family = kind(name, text, labels=LABELS)
+            family.add_metric(self._values, value)
+            return family
+        family = kind(name, text, labels=[*LABELS, label])
+        for one, count in value.items():
+            family.add_metric([*self._values, one], count)
         return family
 
-    _gauge = functools.partialmethod(_value, GaugeMetricFamily)
-    _counter = functools.partialmethod(_value, CounterMetricFamily)
-
-    def _counters(
-        self, name: str, text: str, label: str, found: dict[str, int], known: Sequence[str]
-    ) -> Metric:
-        family = CounterMetricFamily(name, text, labels=[*LABELS, label])
-        for one in dict.fromkeys([*known, *sorted(found)]):
-            family.add_metric([*self._values, one], found.get(one, 0))
+    def _info(self, name: str, text: str, facts: Mapping[str, str]) -> Metric:
+        """Facts, as labels of the number 1."""
+        family = Gauge(name, text, labels=[*LABELS, *facts])
+        family.add_metric([*self._values, *facts.values()], 1)
         return family
 
     def _histogram(self, found: Histogram) -> Metric:

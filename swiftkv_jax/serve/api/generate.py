@@ -27,18 +27,7 @@ from ..text.prompts import LONG, Prompt
 from ..text.reasoning import ReasoningParser, Start
 from ..text.token_text import WithSpecialTokens
 from ..text.tool_formats import ToolFormat
-from .answers import ChatWriter, CompletionWriter, send_answer
-from .run import run
-
-
-async def completions(app: App, exchange: HTTPExchange) -> None:
-    """POST /v1/completions"""
-    await run(app, exchange, CompletionBody, _completion, send_answer)
-
-
-async def chat_completions(app: App, exchange: HTTPExchange) -> None:
-    """POST /v1/chat/completions"""
-    await run(app, exchange, ChatBody, _chat, send_answer)
+from .answers import ChatWriter, CompletionWriter
 
 
 def salt_of(app: App, exchange: HTTPExchange, cache_salt: str | None) -> str:
@@ -49,9 +38,10 @@ def salt_of(app: App, exchange: HTTPExchange, cache_salt: str | None) -> str:
     return hashlib.sha256(f"{key}\0{cache_salt or ''}".encode()).hexdigest()
 
 
-async def _completion(
+async def completion(
     app: App, exchange: HTTPExchange, body: CompletionBody, reservation: Reservation
 ) -> tuple[Generation, CompletionWriter]:
+    """Return what the engine runs for a body, and the writer of the answer. Raises `APIError`."""
     priority = _accept(app, exchange, body)
     texts = body.prompts()
     salt = salt_of(app, exchange, body.cache_salt)
@@ -98,9 +88,10 @@ async def _text(app: App, prompt: Prompt) -> str:
     return await app.encoder.detokenize(prompt.token_ids.tolist())
 
 
-async def _chat(
+async def chat(
     app: App, exchange: HTTPExchange, body: ChatBody, reservation: Reservation
 ) -> tuple[Generation, ChatWriter]:
+    """Return what the engine runs for a body, and the writer of the answer. Raises `APIError`."""
     generation, params = await chat_generation(app, exchange, body, reservation)
     return generation, ChatWriter(app, exchange, body, params, generation.parts)
 

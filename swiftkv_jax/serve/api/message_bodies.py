@@ -6,52 +6,45 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from ..protocol import Body, Foreign, Refused, ToolName
+from ..protocol import Body, Foreign, Object, Refused, ToolName, unread
 
 
-class Block(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+@unread(
+    "cache_control citations context file_id source title"
+    " encrypted_content page_age url"  # of what a server's tools found
+)
+class Block(Object):
     """Text, or what is refused by its type."""
 
     type: str
     text: str | None = None
-    cache_control: Any = None
-    citations: Any = None
     content: Any = None
-    context: Any = None
-    file_id: Any = None
-    source: Any = None
-    title: Any = None
     tool_name: Any = None
 
-    # Of what a server's tools found.
-    encrypted_content: Any = None
-    page_age: Any = None
-    url: Any = None
 
-
-class ContentBlock(Block, kw_only=True):
+@unread("caller server_name")
+class ContentBlock(Block):
     """A part of a message (`messages._OF_BLOCKS`)."""
 
-    caller: Any = None
     content: str | list[Block] | dict[str, Any] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     data: str | None = None
     id: str | None = None
     input: dict[str, Any] | None = None
     is_error: bool | None = None
     name: str | None = None
-    server_name: Any = None
     signature: str | None = None
     thinking: str | None = None
     tool_use_id: str | None = None
     toolset_name: str | None = None
 
 
-class InputMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class InputMessage(Object):
     role: Literal["user", "assistant", "system"]
     content: str | list[ContentBlock]
 
 
-class ClientTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+@unread("allowed_callers cache_control input_examples")
+class ClientTool(Object):
     """A function that the client runs."""
 
     name: ToolName
@@ -59,52 +52,53 @@ class ClientTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["custom"] | None = None
     description: str | None = None
     strict: bool | None = None
-    allowed_callers: Any = None
-    cache_control: Any = None
     defer_loading: bool | None = None
     eager_input_streaming: bool | None = None
-    input_examples: Any = None
 
 
-class ToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ToolChoice(Object):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Thinking(Object):
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = None
     display: Literal["summarized", "omitted", "updates"] | None = None
     block_binding: Any = None
 
 
-class OutputFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class OutputFormat(Object):
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
-class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class OutputConfig(Object):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
     task_budget: Any = None
 
 
-class ContextChange(msgspec.Struct, kw_only=True):
+class ContextChange(msgspec.Struct):
     """A change to long conversations, which leaves something out. Its further fields say when, and
     how much."""
 
     type: str
 
 
-class ContextManagement(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ContextManagement(Object):
     edits: list[ContextChange] | None = None
 
 
-class Metadata(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Metadata(Object):
     user_id: str | None = None
 
 
+@unread(
+    "billing_policy cache_control diagnostics fallback_credit_token fallbacks user_profile_id "
+    "workspace_id"
+)
 class CountTokensBody(Body, kw_only=True):
     messages: list[InputMessage]
     system: str | list[Block] | None = None
@@ -114,15 +108,6 @@ class CountTokensBody(Body, kw_only=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
-
-    # Accepted without effect.
-    billing_policy: Any = None
-    cache_control: Any = None
-    diagnostics: Any = None
-    fallback_credit_token: Any = None
-    fallbacks: Any = None
-    user_profile_id: Any = None
-    workspace_id: Any = None
 
     compaction: Foreign = None
     speed: Annotated[Any, Refused(("standard",))] = None

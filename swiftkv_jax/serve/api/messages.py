@@ -46,8 +46,7 @@ from .message_bodies import (
 )
 from .message_events import NO_THREADS, MessageWriter
 from .offered_tools import OfferedTools
-from .part_writer import answer_in_parts
-from .run import counted_body, note_ignored, run
+from .run import counted_body, note_ignored
 
 _OF_SERVERS = (
     "server_tool_use",
@@ -101,11 +100,6 @@ _NAMES = {
 # Handlers ------------------------------------------------------------------------------
 
 
-async def messages(app: App, exchange: HTTPExchange) -> None:
-    """POST /v1/messages"""
-    await run(app, exchange, MessagesBody, _prepare, answer_in_parts)
-
-
 async def count_tokens(app: App, exchange: HTTPExchange) -> None:
     """POST /v1/messages/count_tokens"""
     async with counted_body(app, exchange, CountTokensBody) as body:
@@ -119,9 +113,10 @@ async def count_tokens(app: App, exchange: HTTPExchange) -> None:
     await exchange.send_json(200, found)
 
 
-async def _prepare(
+async def message(
     app: App, exchange: HTTPExchange, body: MessagesBody, reservation: Reservation
 ) -> tuple[Generation, MessageWriter]:
+    """Return what the engine runs for a body, and the writer of the answer. Raises `APIError`."""
     chat, places, tools = _chat(app, exchange, body)
     with renaming(_NAMES, places, tools.places):
         generation, _ = await chat_generation(app, exchange, chat, reservation)

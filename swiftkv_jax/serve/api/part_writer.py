@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
-from ..app import App
-from ..errors import APIError
-from ..http.exchange import HTTPExchange
 from ..service.generation import Choice, Generation, TextDelta
 from ..text.call_parser import ToolCallDelta
 from ..text.reasoning import ReasoningDelta
-from .run import changes, send_events, send_whole
+from .run import Writer
 
 TextKind = Literal["text", "reasoning"]
 
 
-class PartWriter:
+class PartWriter(Writer):
     """One answer as it grows, and its events. Reasoning, each stretch of text and each call are
     parts; one is closed before the next is opened. A subclass spells parts and events."""
 
@@ -31,6 +28,17 @@ class PartWriter:
         """The part that grows."""
         self._texts: list[str] = []
         """Its text, or the arguments of its call."""
+
+    def whole(self, generation: Generation) -> dict[str, Any]:
+        self.events(generation)
+        return self.answer
+
+    def events(self, generation: Generation) -> bytes:
+        (choice,) = generation.choices
+        if not choice.is_ready:
+            return b""
+        events = self.add(generation, choice.take())
+        return events + self.end(generation, choice) if generation.is_done else events
 
     def add(self, generation: Generation, delta: TextDelta) -> bytes:
         """Add what has become certain. Returns its events, the first time after those that begin
@@ -80,10 +88,6 @@ class PartWriter:
         """The last events, when all has been added; `answer` is whole then."""
         raise NotImplementedError
 
-    def fail(self, error: APIError) -> bytes:
-        """The last events of an answer that cannot go on."""
-        raise NotImplementedError
-
     def _begin(self, generation: Generation) -> bytes:
         """The events that begin every answer, once."""
         raise NotImplementedError
@@ -107,29 +111,3 @@ class PartWriter:
     def _closed(self, part: dict[str, Any], written: str, status: str) -> bytes:
         """Finish the last part, of which `written` is all of the text. Returns its events."""
         raise NotImplementedError
-
-
-class StreamBody(Protocol):
-    stream: bool | None
-
-
-async def answer_in_parts(
-    app: App, exchange: HTTPExchange, body: StreamBody, generation: Generation, writer: PartWriter
-) -> None:
-    """Send an answer of one choice, whole or as a stream. Raises `APIError` and `ClientGone`."""
-    (part,) = generation.parts
-    (choice,) = part.choices
-    exchange.error_events = writer.fail
-    silence = None
-    if body.stream:
-        silence = app.options.sse_keep_alive
-    async for _ in changes(exchange, generation, silence=silence):
-        if not choice.is_ready:
-            continue
-        events = writer.add(generation, choice.take())
-        if generation.is_done:
-            events += writer.end(generation, choice)
-        if body.stream and events:
-            await send_events(exchange, generation, events, more=not generation.is_done)
-    if not body.stream:
-        await send_whole(exchange, generation, writer.answer)

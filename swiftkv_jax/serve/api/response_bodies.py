@@ -4,12 +4,27 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-import msgspec
+from ..protocol import (
+    Body,
+    ContentPart,
+    Effort,
+    Foreign,
+    Function,
+    Object,
+    Refused,
+    ToolName,
+    unread,
+)
 
-from ..protocol import Body, ContentPart, Effort, Foreign, Function, Refused, ToolName
+OF_OTHER_ITEMS = (
+    *("action", "code", "container_id", "input", "operation", "outputs", "queries", "result"),
+    *("results", "server_label"),
+)
+"""Fields of items that are refused by their type."""
 
 
-class InputItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+@unread(" ".join(("summary caller", *OF_OTHER_ITEMS)))
+class InputItem(Object):
     """A message, a call of a function, what it returned, or reasoning (`responses._OF_ITEMS`)."""
 
     type: str = "message"
@@ -23,24 +38,10 @@ class InputItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     id: str | None = None
     status: str | None = None
     phase: str | None = None
-    summary: Any = None
     encrypted_content: str | None = None
-    caller: Any = None
-
-    # Of items that are refused by their type.
-    action: Any = None
-    code: Any = None
-    container_id: Any = None
-    input: Any = None
-    operation: Any = None
-    outputs: Any = None
-    queries: Any = None
-    result: Any = None
-    results: Any = None
-    server_label: Any = None
 
 
-class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class TextFormat(Object):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
     description: str | None = None
@@ -48,23 +49,20 @@ class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class TextOptions(Object):
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class FunctionTool(Function, kw_only=True, forbid_unknown_fields=True):
+@unread("allowed_callers output_schema")
+class FunctionTool(Function, kw_only=True):
     """A function that the client runs."""
 
     type: Literal["function"]
-
-    # Accepted without effect.
-    allowed_callers: Any = None
     defer_loading: bool | None = None
-    output_schema: Any = None
 
 
-class NamespaceTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class NamespaceTool(Object, kw_only=True):
     """A group of functions. A call says of which group its function is."""
 
     type: Literal["namespace"]
@@ -73,16 +71,12 @@ class NamespaceTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tools: list[dict[str, Any]]
 
 
-class FunctionChoice(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="function"
-):
+class FunctionChoice(Object, tag_field="type", tag="function"):
     name: str
     namespace: str | None = None
 
 
-class AllowedChoice(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="allowed_tools"
-):
+class AllowedChoice(Object, tag_field="type", tag="allowed_tools"):
     """Some of the tools: functions, and those that are not offered."""
 
     mode: Literal["auto", "required"]
@@ -92,7 +86,7 @@ class AllowedChoice(
 Summary = Literal["auto", "concise", "detailed"]
 
 
-class ReasoningOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ReasoningOptions(Object):
     effort: Effort | None = None
 
     # Advice, without effect.
@@ -102,10 +96,12 @@ class ReasoningOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     summary: Summary | None = None
 
 
-class EventOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class EventOptions(Object):
     include_obfuscation: bool | None = None
 
 
+@unread("client_metadata prompt_cache_options prompt_cache_retention")
+@unread("moderation prompt", Foreign)
 class ResponsesBody(Body, kw_only=True):
     input: str | list[InputItem]
     instructions: str | None = None
@@ -123,13 +119,10 @@ class ResponsesBody(Body, kw_only=True):
     include: list[str] | None = None
 
     # Accepted without effect.
-    client_metadata: Any = None
     max_tool_calls: int | None = None
-    prompt_cache_options: Any = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_retention: Any = None
     metadata: dict[str, str] | None = None
 
     background: Annotated[Any, Refused((False,), "answers are not kept: ask with `stream`")] = None
@@ -137,11 +130,9 @@ class ResponsesBody(Body, kw_only=True):
     conversation: Annotated[
         Any, Refused(reason="conversations are not kept: send all items in `input`")
     ] = None
-    moderation: Foreign = None
     previous_response_id: Annotated[
         Any, Refused(reason="answers are not kept: send all items in `input`")
     ] = None
-    prompt: Foreign = None
     service_tier: Annotated[Any, Refused(("auto", "default"))] = None
     store: Annotated[
         Any, Refused((False,), "answers are not kept: leave `store` out, or set it to false")

@@ -28,11 +28,10 @@ from ..service.admission import Reservation
 from ..service.generation import Generation
 from .generate import chat_generation
 from .offered_tools import OfferedTools
-from .part_writer import answer_in_parts
-from .response_bodies import InputItem, ReasoningOptions, ResponsesBody, TextOptions
+from .response_bodies import OF_OTHER_ITEMS, InputItem, ReasoningOptions, ResponsesBody, TextOptions
 from .response_events import ResponseWriter
 from .response_tools import chat_choice, offered, shown_name
-from .run import note_ignored, run
+from .run import note_ignored
 
 _OF_ITEMS = {
     "message": ("role", "content"),
@@ -44,8 +43,7 @@ _OF_ITEMS = {
 `namespace`."""
 _FIELDS = (
     *("role", "content", "name", "arguments", "call_id", "output"),
-    *("action", "code", "container_id", "input", "operation", "outputs", "queries", "result"),
-    *("results", "server_label"),
+    *OF_OTHER_ITEMS,
 )
 """Fields that an item has by its type alone."""
 
@@ -70,14 +68,10 @@ _INCLUDABLE = (
 place of `encrypted_content`; no answer has anything of the others."""
 
 
-async def responses(app: App, exchange: HTTPExchange) -> None:
-    """POST /v1/responses"""
-    await run(app, exchange, ResponsesBody, _prepare, answer_in_parts)
-
-
-async def _prepare(
+async def response(
     app: App, exchange: HTTPExchange, body: ResponsesBody, reservation: Reservation
 ) -> tuple[Generation, ResponseWriter]:
+    """Return what the engine runs for a body, and the writer of the answer. Raises `APIError`."""
     refuse_fields(body)
     if body.stream_options is not None and body.stream_options.include_obfuscation:
         raise unsupported("stream_options.include_obfuscation")

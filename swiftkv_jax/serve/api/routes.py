@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -23,11 +23,15 @@ from ... import __version__
 from ..app import App
 from ..errors import APIError, internal, printable
 from ..http.exchange import ClientGone, HTTPExchange, Receive, Scope, Send
+from ..protocol import Body, ChatBody, CompletionBody, DetokenizeBody, ScoreBody, TokenizeBody
 from .exposition import exposition
-from .generate import chat_completions, completions
+from .generate import chat, completion
+from .message_bodies import CountTokensBody, MessagesBody
 from .message_events import use_message_errors
-from .messages import count_tokens, messages
-from .responses import responses
+from .messages import count_tokens, message
+from .response_bodies import ResponsesBody
+from .responses import response
+from .run import Prepare, run
 from .schema import openapi
 from .score import score
 from .token_routes import detokenize, tokenize, tokenizer_info
@@ -43,35 +47,8 @@ QUIET = ("/", "/health", "/ready", "/ping", "/metrics", "/load")
 
 def asgi(app: App) -> Starlette:
     """The application that a web server runs."""
-    root = [
-        ("/v1/chat/completions", ["POST"], chat_completions),
-        ("/v1/completions", ["POST"], completions),
-        ("/v1/responses", ["POST"], responses),
-        ("/v1/messages", ["POST"], messages),
-        ("/v1/messages/count_tokens", ["POST"], count_tokens),
-        ("/v1/score", ["POST"], score),
-        ("/v1/models", ["GET"], models),
-        ("/v1/models/{id:path}", ["GET"], model),
-        ("/tokenize", ["POST"], tokenize),
-        ("/detokenize", ["POST"], detokenize),
-        ("/tokenizer_info", ["GET"], tokenizer_info),
-        ("/health", ["GET"], health),
-        ("/ready", ["GET"], ready),
-        ("/ping", ["GET", "POST"], ready),
-        ("/metrics", ["GET"], metrics),
-        ("/version", ["GET"], version),
-        ("/load", ["GET"], load),
-        ("/openapi.json", ["GET"], schema),
-    ]
-    public = {"/health", "/ready", "/ping", "/version", "/"}
-    if app.options.page:
-        root.append(("/", ["GET"], web_page))
-    if app.options.metrics_public:
-        public.add("/metrics")
-    routes = [
-        Route(path, Endpoint(app, path, handler, path in public), methods=methods)
-        for path, methods, handler in root
-    ]
+    served = [one for one in ROUTES if one.path != "/" or app.options.page]
+    routes = [Route(one.path, Endpoint(app, one), methods=one.methods.split()) for one in served]
     middleware = []
     if app.options.allowed_origins:
         middleware.append(
@@ -86,20 +63,31 @@ def asgi(app: App) -> Starlette:
     found = Starlette(
         routes=routes,
         middleware=middleware,
-        exception_handlers={HTTPException: Endpoint(app, "other", refuse, True).of_exception},
+        exception_handlers={HTTPException: Endpoint(app, OTHER).of_exception},
     )
     found.router.redirect_slashes = False  # to whatever Host a client names
     return found
 
 
+class ServerRoute(NamedTuple):
+    path: str
+    methods: str
+    handler: Handler
+    summary: str = ""
+    """Words of the OpenAPI document, which leaves out a route without any."""
+    body: type[Body] | None = None
+    public: bool = False
+    """True for a route that needs no key."""
+
+
 class Endpoint:
     """A handler as an ASGI application."""
 
-    def __init__(self, app: App, route: str, handler: Handler, public: bool):
+    def __init__(self, app: App, route: ServerRoute):
         self._app = app
-        self._route = route
-        self._handler = handler
-        self._public = public
+        self._route = route.path
+        self._handler = route.handler
+        self._public = route.public or (route.path == "/metrics" and app.options.metrics_public)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
@@ -191,12 +179,10 @@ async def refuse(app: App, exchange: HTTPExchange) -> None:
 
 
 async def health(app: App, exchange: HTTPExchange) -> None:
-    """GET /health: the process answers."""
     await exchange.send_json(200, {"status": "ok"})
 
 
 async def ready(app: App, exchange: HTTPExchange) -> None:
-    """GET /ready, /ping: requests are taken."""
     service = app.service
     is_ending = service.state == "ready" and service.is_shutting_down
     found: dict[str, Any] = {"status": "draining" if is_ending else service.state}
@@ -206,34 +192,29 @@ async def ready(app: App, exchange: HTTPExchange) -> None:
 
 
 async def version(app: App, exchange: HTTPExchange) -> None:
-    """GET /version"""
     await exchange.send_json(200, {"version": __version__})
 
 
 async def load(app: App, exchange: HTTPExchange) -> None:
-    """GET /load: requests that wait and run."""
     await exchange.send_json(200, {"server_load": app.service.num_admitted})
 
 
 async def metrics(app: App, exchange: HTTPExchange) -> None:
-    """GET /metrics"""
     accept = exchange.headers.get(b"accept", b"").decode("latin-1")
     await exchange.send_bytes(200, *exposition(app.service, accept))
 
 
 async def schema(app: App, exchange: HTTPExchange) -> None:
-    """GET /openapi.json"""
-    await exchange.send_json(200, openapi())
+    found = ((one.path, one.methods, one.summary, one.body) for one in ROUTES if one.summary)
+    await exchange.send_json(200, openapi(found))
 
 
 async def models(app: App, exchange: HTTPExchange) -> None:
-    """GET /v1/models"""
     cards = [_card(app, name) for name in app.model_names]
     await exchange.send_json(200, {"object": "list", "data": cards})
 
 
 async def model(app: App, exchange: HTTPExchange) -> None:
-    """GET /v1/models/{id}"""
     name = exchange.scope["path_params"]["id"]
     app.check_model(name)
     await exchange.send_json(200, _card(app, name))
@@ -256,7 +237,7 @@ def _card(app: App, name: str) -> dict[str, Any]:
 
 
 async def web_page(app: App, exchange: HTTPExchange) -> None:
-    """GET /: a page to talk to the model, with a key that its reader types."""
+    """Send a page to talk to the model, with a key that its reader types."""
     content, policy = _web_page()
     exchange.extra |= {
         "content-security-policy": policy,
@@ -286,3 +267,50 @@ def _web_page() -> tuple[bytes, str]:
         ]
     )
     return text.encode(), policy
+
+
+# Routes -----------------------------------------------------------------------------
+
+
+def _engine[B: Body](path: str, kind: type[B], prepare: Prepare[B], summary: str) -> ServerRoute:
+    """A route whose requests the engine runs."""
+    handler = functools.partial(run, kind=kind, prepare=prepare)
+    return ServerRoute(path, "POST", handler, summary, kind)
+
+
+ROUTES = (
+    _engine("/v1/chat/completions", ChatBody, chat, "Continue a conversation"),
+    _engine("/v1/completions", CompletionBody, completion, "Continue prompts"),
+    _engine("/v1/responses", ResponsesBody, response, "Answer, in items"),
+    _engine("/v1/messages", MessagesBody, message, "Answer, in blocks"),
+    ServerRoute(
+        "/v1/messages/count_tokens",
+        "POST",
+        count_tokens,
+        "Number of tokens of a prompt of /v1/messages",
+        CountTokensBody,
+    ),
+    ServerRoute("/v1/score", "POST", score, "Log-likelihoods of continuations", ScoreBody),
+    ServerRoute("/v1/models", "GET", models, "Models that are served"),
+    ServerRoute("/v1/models/{id:path}", "GET", model, "One of them"),
+    ServerRoute(
+        "/tokenize", "POST", tokenize, "Token ids of a text or a conversation", TokenizeBody
+    ),
+    ServerRoute("/detokenize", "POST", detokenize, "Text of token ids", DetokenizeBody),
+    ServerRoute(
+        "/tokenizer_info",
+        "GET",
+        tokenizer_info,
+        "Special tokens and chat template, with --enable-tokenizer-info",
+    ),
+    ServerRoute("/health", "GET", health, "The process answers", public=True),
+    ServerRoute("/ready", "GET", ready, "Requests are taken", public=True),
+    ServerRoute("/ping", "GET POST", ready, "The same", public=True),
+    ServerRoute("/metrics", "GET", metrics, "Metrics for Prometheus"),
+    ServerRoute("/version", "GET", version, "Version of the package", public=True),
+    ServerRoute("/load", "GET", load, "Requests that wait and run"),
+    ServerRoute("/openapi.json", "GET", schema),
+    ServerRoute("/", "GET", web_page, public=True),
+)
+OTHER = ServerRoute("other", "", refuse, public=True)
+"""Paths and methods that no route has."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -11,22 +12,45 @@ from typing import Any
 
 from ..app import App
 from ..bodies.decoding import decode
-from ..errors import printable, request_timeout
-from ..http.exchange import KEEP_ALIVE, ClientGone, HTTPExchange
+from ..errors import APIError, printable, request_timeout
+from ..http.exchange import KEEP_ALIVE, ClientGone, HTTPExchange, error_events
 from ..protocol import Body
 from ..service.admission import Reservation
 from ..service.generation import Generation
 
 
-async def run[B: Body, A](
+class Writer:
+    """One answer: a JSON object, or the events of a stream."""
+
+    takes_long = False
+    """True if `whole` may take milliseconds: it runs in a thread then."""
+
+    def whole(self, generation: Generation) -> Any:
+        """The answer, when all of it is there."""
+        raise NotImplementedError
+
+    def events(self, generation: Generation) -> bytes:
+        """Events of what has become certain since the last call, the last ones too at the end."""
+        raise NotImplementedError
+
+    def fail(self, error: APIError) -> bytes:
+        """The last events of a stream that cannot go on."""
+        return error_events(error)
+
+
+type Prepare[B] = Callable[
+    [App, HTTPExchange, B, Reservation], Awaitable[tuple[Generation, Writer]]
+]
+
+
+async def run[B: Body](
     app: App,
     exchange: HTTPExchange,
     kind: type[B],
-    prepare: Callable[[App, HTTPExchange, B, Reservation], Awaitable[tuple[Generation, A]]],
-    answer: Callable[[App, HTTPExchange, B, Generation, A], Awaitable[None]],
+    prepare: Prepare[B],
 ) -> None:
-    """Answer one request. `prepare` makes what the engine runs of a body, and what `answer` needs
-    besides to send it. Raises `APIError` and `ClientGone`; nothing is held then."""
+    """Answer one request. `prepare` makes what the engine runs of a body, and the writer of the
+    answer. Raises `APIError` and `ClientGone`; nothing is held then."""
     service = app.service
     service.check_ready()
     with service.answering():
@@ -39,7 +63,7 @@ async def run[B: Body, A](
             body = body_of(app, exchange, kind, content)
             timeout = min(app.options.request_timeout, exchange.timeout() or math.inf)
             exchange.watch()
-            generation, more = await _unless_gone(
+            generation, writer = await _unless_gone(
                 exchange, _in_time(exchange, timeout, prepare(app, exchange, body, reservation))
             )
             service.check_ready()
@@ -54,7 +78,8 @@ async def run[B: Body, A](
         else:
             reservation.release()
         try:
-            await answer(app, exchange, body, generation, more)
+            streams = bool(getattr(body, "stream", False))
+            await _answer(app, exchange, generation, writer, streams)
         except ClientGone as gone:
             service.abort(generation, "slow_client" if gone.args else "client")
             raise
@@ -144,8 +169,8 @@ def _header(text: str) -> str:
     return found if len(found) <= 1024 else found[:1021] + "..."
 
 
-async def changes(
-    exchange: HTTPExchange, generation: Generation, *, silence: float | None = None
+async def _changes(
+    exchange: HTTPExchange, generation: Generation, silence: float | None
 ) -> AsyncIterator[None]:
     """Yields when there may be something new to send, the last time when all is there. After so
     many seconds of silence it sends a comment of a stream, and yields too. Raises `APIError` and
@@ -204,26 +229,26 @@ class _SilenceTimer:
         self._handle = self._loop.call_later(left, self._check)
 
 
-async def send_events(
-    exchange: HTTPExchange, generation: Generation, events: bytes, *, more: bool
+async def _answer(
+    app: App, exchange: HTTPExchange, generation: Generation, writer: Writer, streams: bool
 ) -> None:
-    """Send events of a stream. The first ones bring the times so far in a header. Raises
-    `ClientGone`."""
-    if not exchange.status:
-        exchange.extra["server-timing"] = generation.times.server_timing(whole=False)
-    await exchange.send_events(events, more=more)
-
-
-async def send_whole(exchange: HTTPExchange, generation: Generation, answer: Any) -> None:
-    """Send a whole answer, with its times in a header. Raises `ClientGone`."""
-    exchange.extra["server-timing"] = generation.times.server_timing(whole=True)
-    await exchange.send_json(200, answer)
-
-
-async def until_done(exchange: HTTPExchange, generation: Generation) -> None:
-    """Wait for all that was asked for. Raises `APIError` and `ClientGone`."""
-    async for _ in changes(exchange, generation):
-        pass
+    """Send an answer, whole or as a stream, with its times so far in a header. Raises `APIError`
+    and `ClientGone`."""
+    exchange.error_events = writer.fail
+    silence = app.options.sse_keep_alive if streams else None
+    timing = generation.times.server_timing
+    async for _ in _changes(exchange, generation, silence):
+        if streams and (events := writer.events(generation)):
+            if not exchange.status:
+                exchange.extra["server-timing"] = timing(whole=False)
+            await exchange.send_events(events, more=not generation.is_done)
+    if streams:
+        return
+    work = functools.partial(writer.whole, generation)
+    length = generation.num_prompt_tokens + generation.num_tokens
+    whole = await app.encoder.in_thread(work, length) if writer.takes_long else work()
+    exchange.extra["server-timing"] = timing(whole=True)
+    await exchange.send_json(200, whole)
 
 
 def _beginning(generation: Generation, limit: int) -> str:

@@ -2,46 +2,23 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from ... import __version__
-from ..protocol import ChatBody, CompletionBody, DetokenizeBody, ScoreBody, TokenizeBody
-from .message_bodies import CountTokensBody, MessagesBody
-from .response_bodies import ResponsesBody
-
-_BODIES = {
-    "/v1/chat/completions": (ChatBody, "Continue a conversation"),
-    "/v1/completions": (CompletionBody, "Continue prompts"),
-    "/v1/responses": (ResponsesBody, "Answer, in items"),
-    "/v1/messages": (MessagesBody, "Answer, in blocks"),
-    "/v1/messages/count_tokens": (CountTokensBody, "Number of tokens of a prompt of /v1/messages"),
-    "/v1/score": (ScoreBody, "Log-likelihoods of continuations"),
-    "/tokenize": (TokenizeBody, "Token ids of a text or a conversation"),
-    "/detokenize": (DetokenizeBody, "Text of token ids"),
-}
-_GETS = {
-    "/v1/models": "Models that are served",
-    "/v1/models/{id}": "One of them",
-    "/health": "The process answers",
-    "/ready": "Requests are taken",
-    "/ping": "The same",
-    "/tokenizer_info": "Special tokens and chat template, with --enable-tokenizer-info",
-    "/metrics": "Metrics for Prometheus",
-    "/version": "Version of the package",
-    "/load": "Requests that wait and run",
-}
+from ..protocol import Body
 
 
-@functools.cache
-def openapi() -> dict[str, Any]:
-    """OpenAPI 3.1."""
-    kinds = [kind for kind, _ in _BODIES.values()]
+def openapi(routes: Iterable[tuple[str, str, str, type[Body] | None]]) -> dict[str, Any]:
+    """OpenAPI 3.1 of (path, methods, summary, type of the body)."""
+    routes = [(path.replace(":path", ""), *rest) for path, *rest in routes]
+    kinds = [kind for *_, kind in routes if kind is not None]
     references, components = msgspec.json.schema_components(
         kinds, ref_template="#/components/schemas/{name}"
     )
+    reference_of = dict(zip(kinds, references, strict=True))
     error = {
         "type": "object",
         "required": ["error"],
@@ -65,23 +42,16 @@ def openapi() -> dict[str, Any]:
             "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
         },
     }
-    paths: dict[str, Any] = {
-        path: {
-            "post": {
-                "summary": summary,
-                "requestBody": {
-                    "required": True,
-                    "content": {"application/json": {"schema": reference}},
-                },
-                "responses": answers,
-            }
-        }
-        for (path, (_, summary)), reference in zip(_BODIES.items(), references, strict=True)
-    }
-    paths |= {
-        path: {"get": {"summary": summary, "responses": answers} | _parameters(path)}
-        for path, summary in _GETS.items()
-    }
+    paths = {}
+    for path, methods, summary, kind in routes:
+        operation: dict[str, Any] = {"summary": summary, "responses": answers}
+        if kind is not None:
+            content = {"application/json": {"schema": reference_of[kind]}}
+            operation["requestBody"] = {"required": True, "content": content}
+        if "{id}" in path:
+            parameter = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+            operation["parameters"] = [parameter]
+        paths[path] = {methods.split()[0].lower(): operation}
     return {
         "openapi": "3.1.0",
         "info": {"title": "swiftkv-jax", "version": __version__},
@@ -92,11 +62,3 @@ def openapi() -> dict[str, Any]:
         },
         "security": [{"key": []}, {}],
     }
-
-
-def _parameters(path: str) -> dict[str, Any]:
-    """The parameter of a path, if it has one."""
-    if "{id}" not in path:
-        return {}
-    found = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
-    return {"parameters": [found]}

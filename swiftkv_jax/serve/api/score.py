@@ -3,7 +3,6 @@ layers run for the tokens that are scored alone."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from ..service.admission import Reservation
 from ..service.generation import EngineRequest, Generation
 from ..text.prompts import Prompt
 from .generate import salt_of
-from .run import run, until_done
+from .run import Writer, run
 
 
 async def score(app: App, exchange: HTTPExchange) -> None:
@@ -30,25 +29,17 @@ async def score(app: App, exchange: HTTPExchange) -> None:
     app.service.check_ready()
     if not app.scoring:
         raise unsupported("pairs", "scores need the server's --enable-scoring")
-    await run(app, exchange, ScoreBody, _prepare, _send)
+    await run(app, exchange, ScoreBody, _prepare)
 
 
 async def _prepare(
     app: App, exchange: HTTPExchange, body: ScoreBody, reservation: Reservation
-) -> tuple[Generation, None]:
+) -> tuple[Generation, Writer]:
     parts = await _parts(app, exchange, body, exchange.num_bytes_in)
     prompts = [part.prompt for part in parts]
     reservation.count(sum(len(prompt.token_ids) for prompt in prompts), len(parts), "pairs")
-    return Generation(prompts, parts, reservation, exchange.arrival), None
-
-
-async def _send(
-    app: App, exchange: HTTPExchange, body: ScoreBody, generation: Generation, _: None
-) -> None:
-    await until_done(exchange, generation)
-    work = functools.partial(_answer, app, body, generation)
-    length = generation.num_prompt_tokens
-    await exchange.send_json(200, await app.encoder.in_thread(work, length))
+    writer = ScoreWriter(body.model or app.model_names[0], bool(body.top_logprobs))
+    return Generation(prompts, parts, reservation, exchange.arrival), writer
 
 
 async def _parts(
@@ -95,33 +86,39 @@ def _part(app: App, number: int, pair: Pair, top: int, salt: str) -> EngineReque
     return EngineRequest(request, Prompt(ids, keys, None))
 
 
-def _answer(app: App, body: ScoreBody, generation: Generation) -> dict[str, Any]:
+class ScoreWriter(Writer):
     """A row for each pair: the sum over its continuation, and each token."""
-    rows = []
-    for index, part in enumerate(generation.parts):
+
+    takes_long = True
+
+    def __init__(self, model: str, with_top: bool):
+        """`with_top` is whether rows have the likeliest tokens."""
+        self._model = model
+        self._with_top = with_top
+
+    def whole(self, generation: Generation) -> dict[str, Any]:
+        tokens = generation.num_prompt_tokens
+        return {
+            "object": "list",
+            "model": self._model,
+            "data": [self._row(index, part) for index, part in enumerate(generation.parts)],
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        }
+
+    def _row(self, index: int, part: EngineRequest) -> dict[str, Any]:
         assert isinstance(part.request, ScoreRequest)
         ids = part.prompt.token_ids[part.request.start :].tolist()
-        likeliest = [token for output in part.scores for token in output.token_ids]
         logprobs = part.logprobs
         row: dict[str, Any] = {
             "index": index,
             "logprob": sum(one.logprob for one in logprobs),
-            "is_greedy": ids == likeliest,
+            "is_greedy": ids == [token for output in part.scores for token in output.token_ids],
             "token_ids": ids,
             "token_logprobs": [one.logprob for one in logprobs],
         }
-        if body.top_logprobs:
+        if self._with_top:
             row["top_logprobs"] = [
                 [{"token_id": token, "logprob": value} for token, value in one.top_logprobs]
                 for one in logprobs
             ]
-        rows.append(row)
-    return {
-        "object": "list",
-        "model": body.model or app.model_names[0],
-        "data": rows,
-        "usage": {
-            "prompt_tokens": generation.num_prompt_tokens,
-            "total_tokens": generation.num_prompt_tokens,
-        },
-    }
+        return row

@@ -1,5 +1,5 @@
 """What the tests assert of a server under stress. Where that is less than is required, the table of
-docs/server.md says why."""
+docs/server-stress.md says why."""
 
 from __future__ import annotations
 
