@@ -13,7 +13,7 @@ from ..protocol import Body
 
 def openapi(routes: Iterable[tuple[str, str, str, type[Body] | None]]) -> dict[str, Any]:
     """OpenAPI 3.1 of (path, methods, summary, type of the body)."""
-    routes = [(path.replace(":path", ""), *rest) for path, *rest in routes]
+    routes = list(routes)
     kinds = [kind for *_, kind in routes if kind is not None]
     references, components = msgspec.json.schema_components(
         kinds, ref_template="#/components/schemas/{name}"
@@ -48,10 +48,10 @@ def openapi(routes: Iterable[tuple[str, str, str, type[Body] | None]]) -> dict[s
         if kind is not None:
             content = {"application/json": {"schema": reference_of[kind]}}
             operation["requestBody"] = {"required": True, "content": content}
-        if "{id}" in path:
+        if "{id" in path:
             parameter = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
             operation["parameters"] = [parameter]
-        paths[path] = {methods.split()[0].lower(): operation}
+        paths[path.replace(":path", "")] = {methods.split()[0].lower(): operation}
     return {
         "openapi": "3.1.0",
         "info": {"title": "swiftkv-jax", "version": __version__},
