@@ -32,10 +32,9 @@ from .. import cli
 from ..cli import flags_elsewhere
 from ..cli.fields import add_flags, given, group, option
 from ..cli.model_options import ProcessOptions
-from ..errors import UsageError
 from . import subcommands
-from .arguments import make_options
 from .recipe import DEMO, RECIPES, Recipe
+from .run_options import PlanOptions, make_options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,14 +49,6 @@ class TrainCommand:
         choices=tuple(RECIPES),
         group="loss",
     )
-    dry_run: bool = option(
-        False, "print memory per device and predicted times, from the config alone", group="machine"
-    )
-    topology: str | None = option(
-        None,
-        "with --dry-run: compile for h100:8, h200:1, v5p:2x2x1, v6e:4x4, ... without having it",
-        metavar="NAME",
-    )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -68,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add_flags(result, Recipe, demo=DEMO)
     add_flags(group(result, "machine"), ProcessOptions)
+    add_flags(result, PlanOptions)
     add_flags(result, TrainCommand)
     return result
 
@@ -76,7 +68,7 @@ def recipe_from(args: argparse.Namespace) -> Recipe:
     """The arguments given, over those of --recipe, over the demo's defaults or the general ones.
     Raises `UsageError`."""
     fields = RECIPES.get(args.recipe, {}) | given(Recipe, args)
-    return make_options(fields, demo=DEMO, command="a run", dry_run=bool(args.dry_run))
+    return make_options(fields, demo=DEMO, dry_run=bool(args.dry_run))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -95,12 +87,11 @@ def main(argv: list[str] | None = None) -> int:
 
     def command() -> int:
         recipe = recipe_from(args)
-        if args.topology and not args.dry_run:
-            raise UsageError("`topology` goes with `dry_run`: a run uses the devices that are here")
-        if args.dry_run:
+        planned = PlanOptions(**given(PlanOptions, args))
+        if planned.dry_run:
             from .plan import plan
 
-            return plan.main(recipe, args.topology)
+            return plan.main(recipe, planned.topology)
         from ..cli.devices import join_and_emulate, refuse_x64
 
         refuse_x64()

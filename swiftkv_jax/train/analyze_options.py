@@ -20,7 +20,7 @@ from ..cli.fields import option
 from ..cli.model_options import revision
 from ..model.config import GeneratedKV
 from ..model.mesh_shape import MeshShape, parse_mesh
-from .shared_options import Init, dtype
+from .run_options import Init
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,9 @@ class AnalyzeOptions:
         "devices, as in training: DATAxMODEL or named axes (default: %(default)s)",
         convert=parse_mesh,
     )
-    dtype: Literal["float32", "bfloat16"] | None = dtype()
+    dtype: Literal["float32", "bfloat16"] | None = option(
+        None, "dtype of the weights (default: bfloat16 on accelerators, float32 on a CPU)"
+    )
     output_dir: Path | None = option(
         None,
         "where analysis.json, written after each student, and analysis.png go (default: "

@@ -33,7 +33,6 @@ from ..model.stacks import cast
 from ..process.distributed import is_main_process
 from ..process.files import write_json
 from .analysis.given_analysis import warn_over_budget
-from .arguments import make_options
 from .calibrate_options import CALIBRATION_DEMO, CalibrationOptions
 from .data.loader import DatasetMixture
 from .loss.far_tokens import FAR_NATS, MIN_FAR_TOKENS, far_cell
@@ -49,6 +48,7 @@ from .run.open_run import open_run
 from .run.setup import boundary_settings, check_closed_form, describe_run
 from .run.start import calibration_tokens, copied_delta, fitted_delta, rows_left, scale_queries
 from .run.step import make_eval_step
+from .run_options import PlanOptions, make_options
 
 logger = logging.getLogger(__name__)
 
@@ -61,27 +61,19 @@ LEFT = "the data, in rows that were not fitted to"
 
 
 def main(args: argparse.Namespace) -> int:
-    options = options_from(args)
-    if args.topology and not args.dry_run:
-        raise UsageError("`topology` goes with `dry_run`: a run uses the devices that are here")
-    if options.keep_delta and args.dry_run:
-        raise UsageError("`dry_run`: there is none of `keep_delta`, which fits nothing")
-    if args.dry_run:
+    planned = PlanOptions(**given(PlanOptions, args))
+    fields = given(CalibrationOptions, args)
+    options = make_options(fields, demo=CALIBRATION_DEMO, dry_run=planned.dry_run)
+    if planned.dry_run:
+        if options.keep_delta:
+            raise UsageError("`dry_run`: there is none of `keep_delta`, which fits nothing")
         from .plan import calibration_plan
 
-        return calibration_plan.main(options, args.topology)
+        return calibration_plan.main(options, planned.topology)
     refuse_x64()
     join_and_emulate(options.mesh, **given(ProcessOptions, args))
     run(options)
     return cli.OK
-
-
-def options_from(args: argparse.Namespace) -> CalibrationOptions:
-    """The arguments given, over the demo's or the general ones. Raises `UsageError`."""
-    fields = given(CalibrationOptions, args)
-    demo = CALIBRATION_DEMO
-    dry_run = bool(args.dry_run)
-    return make_options(fields, demo=demo, command="calibration", dry_run=dry_run)
 
 
 def run(options: CalibrationOptions) -> None:

@@ -8,15 +8,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .. import demo
-from ..cli.fields import MISSING, option
-from ..cli.model_options import revision
+from ..cli.fields import option
 from ..errors import UsageError
-from ..model.config import Config, GeneratedKV, Remat
+from ..model.config import Config, Remat
 from ..model.cut import CUT_FIELDS
-from ..model.mesh_shape import MeshShape, parse_mesh
 from ..pallas_kernels import Implementation
-from ..plan.presets import PRESETS
-from . import shared_options as shared
 from .data.sources import STDLIB
 from .loss.objective import (
     AUTHORS,
@@ -27,15 +23,7 @@ from .loss.objective import (
     Objective,
     Padding,
 )
-from .shared_options import (
-    Init,
-    Steers,
-    check_calibration_tokens,
-    check_rows,
-    check_share,
-    check_shared,
-    steering,
-)
+from .run_options import Init, RunOptions, Steers, check_share, steering
 
 Schedule = Literal["linear", "cosine", "constant"]
 """Course of the learning rate after its warm-up."""
@@ -61,86 +49,33 @@ def parse_report_to(text: str) -> tuple[str, ...]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(RunOptions):
     """The defaults are the authors' recipe for Llama-3.1-8B (ArcticTraining
     `projects/swiftkv/configs`) but for the start and the losses: see `AUTHORS_RECIPE`.
 
     Raises `UsageError` for values that no run can have.
     """
 
-    model: str = option(
-        MISSING,
-        "checkpoint to distil: Hugging Face, Orbax, GGUF, or its name on the Hub; with "
-        f"--dry-run also one of {', '.join(PRESETS)} (default: demo)",
-        group="model and data",
-    )
-    revision: str | None = revision()
-    num_key_value_layers: int | None = shared.num_key_value_layers()
-    """K. None: as in the model's delta, or as an analysis of the data recommends, see
-    `chosen_cut`."""
-    analysis: str | None = shared.analysis()
-    """Folder of an analysis, whose recommendation the fields of the cut that are None come from."""
-    key_value_group_size: int | None = shared.key_value_group_size()
-    prompt_attention_layers: int | None = shared.prompt_attention_layers()
-    prompt_mlp_neurons: int | None = shared.prompt_mlp_neurons()
-    boundary_taps: int | None = shared.boundary_taps()
-    generated_kv: GeneratedKV | None = option(
-        None, shared.GENERATED_KV.format("train for, and export,")
-    )
-    exact_tail: int | None = shared.exact_tail()
-    exact_head: int | None = shared.exact_head()
-    data: tuple[str, ...] = option(
-        MISSING,
-        "JSONL, JSON, Parquet or ArrayRecord (rows of messages, prompt and completion, "
-        "conversations, instruction and output, or text), text files, a Hugging Face dataset "
-        "folder, a folder of such files, a pattern, a prepared folder, or `stdlib`; repeat to "
-        "mix, by weight",
-        metavar="PATH[:WEIGHT]",
-    )
     init: Init = option(
         "closed-form",
         "start of a fresh delta: closed-form, least squares on --calibration-tokens of the "
         "data; or copies of the teacher's projections (default: %(default)s)",
+        group="model and data",
     )
-    """Start of the delta if the checkpoint has none at this cut."""
-    calibration_tokens: int | None = option(
-        None,
-        "tokens for --init closed-form (default: 256 per entry of the hidden state)",
-        metavar="N",
-        at_least=1,
+    remat: Remat = option(
+        "mlp", "what the backward pass recomputes (%(default)s; demo: %(demo)s)", group="machine"
     )
-    eval_data: str | None = option(None, "held-out data, in the same forms", metavar="PATH")
-    max_length: int = steering(8192, shared.MAX_LENGTH, at_least=1)
-    max_unreadable_share: float = shared.max_unreadable_share()
-    output_dir: Path = option(
-        MISSING, "data, checkpoints, metrics, report and the exported model (demo: %(demo)s)"
-    )
-    mesh: MeshShape = option(
-        MeshShape(),
-        "or data=2,fsdp=4,model=2; -1 is the rest; emulated on a CPU (default: %(default)s)",
-        metavar="DATAxMODEL",
-        convert=parse_mesh,
-        group="machine",
-    )
-    dtype: Literal["float32", "bfloat16"] | None = option(
-        None, "dtype of the frozen weights (default: bfloat16 on accelerators, float32 on a CPU)"
-    )
-    """The arithmetic's too; the delta and its moments are always float32."""
-    remat: Remat = option("mlp", "what the backward pass recomputes (%(default)s; demo: %(demo)s)")
     shard_sequence: bool = option(
         False, "split kept activations along the sequence over model, for long rows"
     )
     attention: Implementation | None = option(
         None, "implementation of attention (default: the one for the device)"
     )
-    batch_size: int = steering(
-        8,
-        "rows in an optimiser step, over all devices (default: %(default)s)",
+    gradient_accumulation_steps: int = option(
+        1,
+        "micro-batches that a step is divided into (default: %(default)s)",
         group="optimisation",
         at_least=1,
-    )
-    gradient_accumulation_steps: int = option(
-        1, "micro-batches that a step is divided into (default: %(default)s)", at_least=1
     )
     max_steps: int | None = option(
         None, "optimiser steps (default: --num-train-epochs; demo: %(demo)s)", at_least=1
@@ -152,7 +87,6 @@ class Recipe:
     max_grad_norm: float = steering(
         1.0, "gradients with a larger norm are scaled down (default: %(default)s)"
     )
-    seed: int = steering(0, "seed of the data order (default: %(default)s)")
     temperature: float = steering(
         AUTHORS.temperature, "temperature of both softmaxes (default: %(default)s)", group="loss"
     )
@@ -226,9 +160,6 @@ class Recipe:
         "last step)",
         at_least=1,
     )
-    eval_batches: int = option(
-        16, "batches of --eval-data used, of --batch-size (default: %(default)s)", at_least=1
-    )
     early_stopping_patience: int | None = option(
         None, "stop after N evaluations without a lower held-out loss", metavar="N", at_least=1
     )
@@ -238,7 +169,7 @@ class Recipe:
     """Whether the best state is exported, not the last. The state of step 0 is a candidate."""
 
     def __post_init__(self):
-        check_shared(self)
+        super().__post_init__()
         for name in ("learning_rate", "temperature", "max_grad_norm"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
@@ -246,13 +177,6 @@ class Recipe:
         check_share("warmup_ratio", self.warmup_ratio)
         if not self.hidden_loss_weight >= 0:
             raise UsageError(f"`hidden_loss_weight`={self.hidden_loss_weight}: must be at least 0")
-        check_calibration_tokens(self.calibration_tokens, self.init)
-        if self.batch_size % self.gradient_accumulation_steps:
-            raise UsageError(
-                f"`batch_size`={self.batch_size} must be a multiple of "
-                f"`gradient_accumulation_steps`={self.gradient_accumulation_steps}"
-            )
-        check_rows(self)
         if self.shard_sequence and self.max_length % self.mesh.model:
             raise UsageError(
                 f"`shard_sequence`: `max_length`={self.max_length} must be a multiple of the "
@@ -275,16 +199,6 @@ class Recipe:
             raise UsageError(
                 "`early_stopping_patience` and `load_best_model_at_end` need `eval_steps`"
             )
-
-    @property
-    def micro_batch_size(self) -> int:
-        """Rows in a micro-batch, over all devices."""
-        return self.batch_size // self.gradient_accumulation_steps
-
-    @property
-    def eval_micro_batches(self) -> int:
-        """Micro-batches of held-out rows in an evaluation."""
-        return self.eval_batches * self.gradient_accumulation_steps
 
     @property
     def objective(self) -> Objective:

@@ -11,15 +11,23 @@ from typing import NamedTuple
 
 from .. import cli
 from ..cli import flags_elsewhere
-from ..cli.fields import add_flags
+from ..cli.fields import add_flags, group
+from ..cli.model_options import ProcessOptions
 from . import analyze_options, calibrate_options
 from .analyze_options import AnalyzeOptions
-from .calibrate_options import add_calibrate_flags
+from .calibrate_options import CALIBRATION_DEMO, CalibrationOptions
 from .data.options import PrepareOptions, ShowOptions
+from .run_options import PlanOptions
 
 
 def add_analyze_flags(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, AnalyzeOptions)
+
+
+def add_calibrate_flags(parser: argparse.ArgumentParser) -> None:
+    add_flags(parser, CalibrationOptions, demo=CALIBRATION_DEMO)
+    add_flags(group(parser, "machine"), ProcessOptions)
+    add_flags(parser, PlanOptions)
 
 
 def add_prepare_flags(parser: argparse.ArgumentParser) -> None:

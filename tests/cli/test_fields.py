@@ -17,8 +17,9 @@ from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.commands.output_options import output
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.serve.options import ServerOptions
-from swiftkv_jax.train.calibrate_options import CalibrateCommand, CalibrationOptions
+from swiftkv_jax.train.calibrate_options import CalibrationOptions
 from swiftkv_jax.train.recipe import Recipe
+from swiftkv_jax.train.run_options import PlanOptions
 
 ROOT = Path(__file__).parents[2]
 
@@ -141,7 +142,7 @@ def test_flags_are_fields():
 
 
 PAGES = {
-    "calibration": (CalibrationOptions, CalibrateCommand),
+    "calibration": (CalibrationOptions, PlanOptions),
     "serving": (EngineOptions, ModelOptions),
     "training": (Recipe,),
     "server": (ServerOptions, EngineOptions, ModelOptions),

@@ -18,8 +18,8 @@ from swiftkv_jax.train.analysis.analyze import recorded_options
 from swiftkv_jax.train.analysis.chosen_cut import with_cut
 from swiftkv_jax.train.analysis.given_analysis import read_analysis, warn_over_budget, with_analysis
 from swiftkv_jax.train.analysis.recommendation import Budget, recommend
-from swiftkv_jax.train.arguments import make_options
 from swiftkv_jax.train.recipe import DEMO, Recipe
+from swiftkv_jax.train.run_options import make_options
 from tests.train.test_recommendation import CUTS, MANY, cut
 
 CONFIG = dataclasses.replace(
@@ -323,7 +323,7 @@ def test_a_student_that_loses_more_than_its_cut_was_chosen_for(lost, layers, war
 
 def test_an_analysis_replaces_the_cut_of_the_demo():
     given = {"analysis": "runs/a"}
-    recipe = make_options(given, demo=DEMO, command="training", dry_run=False)
+    recipe = make_options(given, demo=DEMO, dry_run=False)
     assert recipe.num_key_value_layers is None and recipe.analysis == "runs/a"
 
 

@@ -31,7 +31,7 @@ from ..data.batches import batches_of
 from ..data.excerpts import read_excerpts
 from ..recipe import DEMO, Recipe
 from ..report.plots import draw_analysis
-from ..shared_options import check_calibration_tokens
+from ..run_options import check_calibration_tokens
 from .analysis_table import table
 from .cut_list import NamedCut, parse_cuts, possible_cuts
 from .cut_search import search

@@ -17,11 +17,10 @@ from ...model.cut import CUT_FIELDS
 from ...model.model import default_dtype
 from ...plan.cost import prefill_flops
 from ...process.distributed import is_main_process
-from ..calibrate_options import CalibrationOptions, RunOptions
 from ..loss.far_tokens import MIN_FAR_TOKENS
-from ..recipe import Recipe
 from ..run.output_folder import prepare_folder, removed_if_empty
 from ..run.progress import peak_flops
+from ..run_options import RunOptions
 from .analyze import (
     ANALYSIS_TOKENS_PER_DIMENSION,
     AnalyzeOptions,
@@ -49,7 +48,7 @@ STUDENTS = 25
 """About as many as an analysis measures."""
 
 
-def with_cut[T: (Recipe, CalibrationOptions)](recipe: T, source: Source, mesh: Mesh) -> T:
+def with_cut[T: RunOptions](recipe: T, source: Source, mesh: Mesh) -> T:
     """The recipe with the recommended cut, if it names none and the model has none.
 
     What it names of the cut stays. A run that continues has its recorded cut, and one that was

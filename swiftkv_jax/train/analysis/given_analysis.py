@@ -13,9 +13,8 @@ from ...checkpoints.hub import repository_of
 from ...errors import CheckpointError, DataError, UsageError
 from ...model.config import GENERATED_KV, Config
 from ...model.cut import CUT_FIELDS
-from ..calibrate_options import CalibrationOptions, RunOptions
-from ..recipe import Recipe
 from ..run.setup import cut_model
+from ..run_options import RunOptions
 from .recommendation import Recommendation, describe_cut
 
 logger = logging.getLogger(__name__)
@@ -88,7 +87,7 @@ def _checked(file: Path, name: str, value: Any, kind: str) -> Any:
     return value
 
 
-def with_analysis[T: (Recipe, CalibrationOptions)](recipe: T, config: Config) -> T:
+def with_analysis[T: RunOptions](recipe: T, config: Config) -> T:
     """The recipe with the cut that the one in `recipe.analysis` recommends for a model of `config`.
 
     The log has the recommendation: as a warning if it is not within its budget, or if its loss on
@@ -121,9 +120,7 @@ def model_name(model: str) -> str:
     return Path(repository[0] if repository else model).resolve().name
 
 
-def with_recommendation[T: (Recipe, CalibrationOptions)](
-    recipe: T, config: Config, chosen: Recommendation
-) -> T:
+def with_recommendation[T: RunOptions](recipe: T, config: Config, chosen: Recommendation) -> T:
     """The recipe with the recommended cut where it names none, which the log says. Raises
     `UsageError` where what it names does not go with the rest."""
     doubtful = not chosen.within_budget or chosen.far_is_unknown
@@ -150,7 +147,7 @@ def with_recommendation[T: (Recipe, CalibrationOptions)](
     return filled
 
 
-def filled_cut[T: (Recipe, CalibrationOptions)](recipe: T, cut: dict[str, Any]) -> T:
+def filled_cut[T: RunOptions](recipe: T, cut: dict[str, Any]) -> T:
     """The recipe with the fields of `cut` that it does not name. Without prompt attention layers
     there are no neurons, and with `generated_kv`=boundary there is no tail."""
     if recipe.prompt_attention_layers == 0:

@@ -33,11 +33,11 @@ from ...plan.hardware import GIB, HARDWARE, Hardware, hardware_of
 from ...plan.presets import PRESETS
 from ...plan.topology import ENVIRONMENT, topology_mesh
 from ..analysis.given_analysis import with_analysis
-from ..calibrate_options import CalibrationOptions, RunOptions
 from ..recipe import Recipe
 from ..run.setup import check_loss, check_trainable, cut_model
 from ..run.start import calibration_tokens
 from ..run.step import make_optimizer, make_train_step, state_shapes
+from ..run_options import RunOptions
 from .memory import fits, memory_per_device
 from .serving_plan import serving_table
 
@@ -73,7 +73,7 @@ def main(recipe: Recipe, topology: str | None) -> int:
     return OK
 
 
-def planned_model[T: (Recipe, CalibrationOptions)](
+def planned_model[T: RunOptions](
     options: T, topology: str | None
 ) -> tuple[Config, Mesh | AbstractMesh, T, jnp.dtype]:
     """The model at its cut, the mesh over the devices of `topology` or over devices that need not

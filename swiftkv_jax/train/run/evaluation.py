@@ -20,7 +20,6 @@ from ...model.config import Config
 from ...model.model import AuxiliaryFiles
 from ...model.params import Llama
 from ...model.sharding import batch_sharding
-from ..calibrate_options import RunOptions
 from ..data.loader import DatasetMixture, first_batches
 from ..data.loader import batches as shuffled_batches
 from ..loss.distill import Sums
@@ -31,6 +30,7 @@ from ..loss.far_tokens import (
     loses_too_much,
     only_far,
 )
+from ..run_options import RunOptions
 from .batch_sharder import BatchSharder
 from .metrics import EVAL_FAR_NATS, EVAL_FAR_TOKENS, EVAL_LOSS, METRICS, read_metrics
 from .progress import track

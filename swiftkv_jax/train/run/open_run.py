@@ -19,14 +19,13 @@ from ...model.mesh import MeshShape, make_mesh
 from ...model.model import Model
 from ...process.distributed import check_all_take_part
 from ..analysis.chosen_cut import with_cut
-from ..calibrate_options import CalibrationOptions
 from ..data.loader import DatasetMixture
-from ..recipe import Recipe
+from ..run_options import RunOptions
 from .output_folder import prepare_folder, removed_if_empty
 from .setup import cut_model, load_data, load_model, open_tokenizer, source_dtype
 
 
-class OpenRun[T: (Recipe, CalibrationOptions)](NamedTuple):
+class OpenRun[T: RunOptions](NamedTuple):
     """Options, model and data that a run works with."""
 
     options: T
@@ -47,7 +46,7 @@ class OpenRun[T: (Recipe, CalibrationOptions)](NamedTuple):
         return self.options.output_dir / EXPORT
 
 
-def open_run[T: (Recipe, CalibrationOptions)](
+def open_run[T: RunOptions](
     options: T,
     check: Callable[[T, Source, Config], None],
     kernels: Callable[[Config, jnp.dtype, Mesh], Sequence[KernelConfig]],

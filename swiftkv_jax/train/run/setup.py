@@ -28,11 +28,11 @@ from ...model.params import llama_shapes, swiftkv_shapes
 from ...model.quantization import refuse_quantized
 from ...plan.hardware import GIB
 from ...process.files import write_json
-from ..calibrate_options import RunOptions
 from ..data.loader import DatasetMixture
 from ..data.prepare import prepare
 from ..data.sources import STDLIB, parse_source
 from ..recipe import STEERING, STEERING_LATER, Recipe
+from ..run_options import RunOptions
 
 logger = logging.getLogger(__name__)
 

@@ -25,10 +25,9 @@ from ...model.model import Model
 from ...model.sharding import batch_sharding, swiftkv_shardings
 from ...process.distributed import is_main_process
 from ...process.files import write_json
-from ..calibrate_options import RunOptions
 from ..data.loader import DatasetMixture, batches, rows_with_tokens
 from ..recipe import Recipe
-from ..shared_options import TOKENS_PER_DIMENSION
+from ..run_options import RunOptions
 from .batch_sharder import BatchSharder
 from .progress import track
 
@@ -36,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 START = "start.json"
 """The record of a run's initial delta, in its output folder."""
+TOKENS_PER_DIMENSION = 256
+"""Calibration tokens per entry of the hidden state, by default."""
 FITTED_PER_MEASURED = 8
 """Rows that are fitted to for each that is measured, where there is no held-out text."""
 
