@@ -19,6 +19,7 @@ from swiftkv_jax.serve import app as app_module
 from swiftkv_jax.serve import server
 from swiftkv_jax.serve.app import App, Loaded
 from swiftkv_jax.serve.options import ServerOptions
+from swiftkv_jax.serve.service import service as service_module
 from tests.infer import mock_model_runner
 from tests.infer.conftest import checkpoint, compilations, greedy
 from tests.infer.mock_model_runner import END, VOCAB, MockModelRunner, mock_engine
@@ -159,6 +160,27 @@ class Running:
         data = [line.removeprefix("data: ") for line in lines if not line.startswith(":")]
         return [one if one == "[DONE]" else json.loads(one) for one in data]
 
+    def busy(self, body: Any, path: str = "/v1/completions", *, rows: int = 1) -> socket.socket:
+        """A connection whose request runs, with so many rows of the engine."""
+        found = self.connect(body, path)
+        assert self.app.service.engine is not None
+        engine = self.app.service.engine
+        self.until(lambda: engine.snapshot.load.num_running == rows)
+        return found
+
+    def connect(self, body: Any, path: str = "/v1/completions") -> socket.socket:
+        """A connection that has sent a request."""
+        content = json.dumps(body).encode()
+        found = socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        found.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        return found
+
+    def check_end(self, code: int = 0) -> None:
+        """The server ends, with this exit code."""
+        self.thread.join(10)
+        assert self.code == [code]
+
     def until(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
         """Wait for something, or fail."""
         deadline = time.monotonic() + seconds
@@ -246,6 +268,7 @@ def start() -> Iterator[Start]:
         return running
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(service_module, "TICK_SECONDS", 0.1)  # not to wait long for deadlines
         yield begin
     for running in started:
         if running.thread.is_alive():

@@ -12,7 +12,7 @@ from swiftkv_jax.serve.api.run import _SilenceTimer
 from swiftkv_jax.serve.http import connection as connection_module
 from swiftkv_jax.serve.http.connection import Transport
 from tests.serve.conftest import Running
-from tests.serve.test_ends import BODY, SLOW, connect, left, metric
+from tests.serve.test_ends import BODY, SLOW, left, metric
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 BIG = {
@@ -172,9 +172,7 @@ def test_a_connection_is_idle_after_a_body_that_was_refused(start):
 
 def test_who_leaves_is_noticed_behind_bytes_that_nothing_reads(start):
     running = start(**SLOW)
-    connection = connect(running, BODY)
-    engine = running.app.service.engine
-    running.until(lambda: engine.snapshot.load.num_running == 1)
+    connection = running.busy(BODY)
     connection.sendall(b"\r\n")
     time.sleep(0.05)
     connection.close()
@@ -205,7 +203,7 @@ def test_what_is_not_read_is_not_kept(start):
     """Whole answers as well as streams: the connection ends, not only the request."""
     running = start(write_timeout=0.3, send_buffer=4096)
     for stream in (False, True):
-        with connect(running, BIG | {"stream": stream}, "/v1/chat/completions"):
+        with running.connect(BIG | {"stream": stream}, "/v1/chat/completions"):
             running.until(lambda: running.app.service.metrics.num_connections() == 1)
             running.until(lambda: running.app.service.metrics.num_connections() == 0)
     running.check_empty()

@@ -9,7 +9,6 @@ from swiftkv_jax.serve import server
 from swiftkv_jax.serve.service import backlog
 from swiftkv_jax.serve.service.backlog import Backlog
 from swiftkv_jax.serve.service.service import Service
-from tests.serve.test_ends import connect
 
 BODY = {"prompt": "hello", "max_tokens": 40, "ignore_eos": True, "seed": 1, "n": 8}
 
@@ -92,7 +91,7 @@ def test_what_came_before_an_end_is_processed_before_it(start, monkeypatch, leav
     """Before an abort and before a failure of the engine."""
     running = start(step_seconds=0.02)
     service = running.app.service
-    connection = connect(running, BODY | {"n": 1, "max_tokens": 200, "stream": True})
+    connection = running.connect(BODY | {"n": 1, "max_tokens": 200, "stream": True})
     running.until(lambda: any(one.num_tokens > 3 for one in list(service._admitted)))
     seen: list[str | None] = []
     before = service._on_events

@@ -13,7 +13,6 @@ from swiftkv_jax.serve.text import grammars
 from swiftkv_jax.serve.text.grammar_process import COMPILE_SECONDS
 from swiftkv_jax.serve.text.grammars import MAX_CACHED, WORKERS, GrammarQueue
 from swiftkv_jax.serve.text.prompts import LONG
-from tests.serve.test_ends import connect
 
 BODY = {"prompt": "hello", "max_tokens": 5}
 ENDLESS = "start: A\nA: " + " & ".join(f"/(.{{{p}}})*/" for p in (2, 3, 5, 7, 11, 13, 17, 19, 23))
@@ -50,7 +49,7 @@ def slow(running, compiler):
 def test_grammars_of_clients_that_have_left_are_not_compiled(running, slow):
     """They fill no queue, nor what is admitted; and prompts are not held up meanwhile."""
     forms = [{"structured_outputs": {"regex": "a" * (number + 1)}} for number in range(20)]
-    held = [connect(running, BODY | form) for form in forms]
+    held = [running.connect(BODY | form) for form in forms]
     admission = running.app.service.admission
     running.until(lambda: admission.sequences == len(forms))
     running.until(lambda: len(slow.begun) == WORKERS)
@@ -78,7 +77,7 @@ def test_a_grammar_that_takes_long_is_refused(start):
     running = start(checks_grammars=True)
     form = {"structured_outputs": {"grammar": ENDLESS}}
     begun = time.monotonic()
-    held = [connect(running, BODY | form | {"seed": seed}) for seed in range(2)]
+    held = [running.connect(BODY | form | {"seed": seed}) for seed in range(2)]
     running.until(lambda: running.app.grammars._compiling)
     assert running.post(COMPLETIONS, BODY | {"structured_outputs": {"regex": "n+"}})[0] == 200
     assert time.monotonic() - begun < COMPILE_SECONDS

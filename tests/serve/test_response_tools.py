@@ -198,55 +198,6 @@ def test_tools_that_the_server_would_run_are_not_offered(server, tools):
     assert headers.get("x-ignored-fields") == ("tools[0]" if tools else None)
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "said"),
-    [
-        ({"tools": [READ, READ]}, "tools[1].name", "'read'"),
-        (
-            {"tools": [READ | {"name": "agents__read"}, AGENTS]},
-            "tools[1].tools[0].name",
-            "'agents__read'",
-        ),
-        ({"tools": [SEARCH, FILES, FILES]}, "tools[2].tools[0].name", "'mcp__files__read'"),
-        (
-            {"tools": [SEARCH, AGENTS | {"tools": [READ, {"type": "custom", "name": "x"}]}]},
-            "tools[1].tools[1].type",
-            "'custom' is not supported: declare it as a function",
-        ),
-        (
-            {"tools": [AGENTS | {"tools": [READ | {"parameters": {"type": 3}}]}]},
-            "tools[0].tools[0].parameters",
-            "",
-        ),
-        ({"tools": [AGENTS | {"name": "a b"}]}, "tools[0].name", ""),
-        ({"tools": [{"type": "namespace", "name": "a"}]}, "tools[0].tools", "missing"),
-        ({"tools": [SEARCH], "tool_choice": "required"}, "tool_choice", "needs `tools`"),
-        (
-            {"tools": TOOLS, "tool_choice": {"type": "function", "name": "write"}},
-            "tool_choice",
-            "'write'",
-        ),
-        (
-            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
-            "tool_choice",
-            "no function",
-        ),
-        ({"tools": TOOLS, "tool_choice": {"type": "web_search"}}, "tool_choice.type", "web_search"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "`store` to false"),
-        ({"input": [{"type": "compaction_trigger"}]}, "input[0].type", "'compaction_trigger'"),
-        (
-            {"input": [{"role": "user", "content": "a", "namespace": "b"}]},
-            "input[0].namespace",
-            "has no",
-        ),
-    ],
-)
-def test_refused(server, fields, param, said):
-    status, answer = server.post(PATH, {"input": "hi"} | fields)
-    error = answer["error"]
-    assert status == 400 and error["param"] == param and said in error["message"], error
-
-
 def test_unknown_fields_of_tools(start):
     """Null, they are as if they were not there; else they are refused, or ignored by name."""
     tools = [READ | {"zz": None}, AGENTS | {"tools": [READ | {"zz": 1}]}]
@@ -277,23 +228,3 @@ def test_advice_and_what_asks_for_nothing(server):
     assert answer["output"][0]["content"] == plain["output"][0]["content"]
     assert answer["reasoning"] == {"effort": None, "summary": "detailed"}
     assert answer["max_tool_calls"] == 3 and plain["max_tool_calls"] is None
-
-
-@pytest.mark.parametrize(
-    "item",
-    [
-        {"type": "web_search_call", "id": "a", "status": "completed", "action": {"query": "a"}},
-        {"type": "custom_tool_call", "call_id": "a", "name": "patch", "input": "a"},
-        {"type": "local_shell_call", "call_id": "a", "action": {"command": ["ls"]}},
-        {"type": "code_interpreter_call", "code": "1", "container_id": "c", "outputs": []},
-        {"type": "file_search_call", "queries": ["a"], "results": []},
-    ],
-)
-def test_items_of_other_tools_are_refused_by_their_type(server, item):
-    status, answer = server.post(PATH, {"input": [item]})
-    assert status == 400 and answer["error"]["param"] == "input[0].type"
-    said = f"an item of type {item['type']!r} is not supported"
-    assert said in answer["error"]["message"]
-    message = {"role": "user", "content": "a", "action": {}}
-    status, answer = server.post(PATH, {"input": [message]})
-    assert status == 400 and answer["error"]["param"] == "input[0].action"

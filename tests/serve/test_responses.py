@@ -57,9 +57,6 @@ def test_many_calls_are_one_message_at_once():
         chat_body(ResponsesBody(input=[call] * (MAX_MESSAGES + 1)))
 
 
-BAD_FORMAT = {"type": "json_schema", "name": "a", "schema": {"type": "messages[9]"}}
-
-
 def test_an_answer_may_be_sent_back(client):
     """As the client's own objects, and as what they are dumped to, with fields of its own."""
     first = client.responses.create(
@@ -72,57 +69,6 @@ def test_an_answer_may_be_sent_back(client):
             model="tiny", input=[*items, output], max_output_tokens=4, tools=[FORECAST]
         )
         assert found.status in ("completed", "incomplete")
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"store": True}, "store"),
-        ({"background": True}, "background"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"conversation": "c"}, "conversation"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
-        ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
-        (
-            {"include": ["reasoning.encrypted_content", "message.output_text.logprobs"]},
-            "include[1]",
-        ),
-        ({"context_management": [{"type": "compaction"}]}, "context_management"),
-        ({"tools": [{"type": "custom", "name": "patch"}]}, "tools[0].type"),
-        ({"tools": [{"type": "local_shell"}]}, "tools[0].type"),
-        ({"tools": [{"name": "f"}]}, "tools[0].type"),
-        ({"tools": [{"type": "function"}]}, "tools[0].name"),
-        ({"tools": [FORECAST | {"colour": 1}]}, "tools[0].colour"),
-        ({"tools": [FORECAST | {"parameters": []}]}, "tools[0].parameters"),
-        ({"tools": [FORECAST | {"strict": 1}]}, "tools[0].strict"),
-        ({"input": []}, "input"),
-        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].arguments"),
-        ({"input": [{"role": "user"}]}, "input[0].content"),
-        ({"input": [{"type": "input_image"}]}, "input[0].type"),
-        ({"input": 3}, "input"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"max_output_tokens": 10**6}, "max_output_tokens"),
-        ({"temperature": 3}, "temperature"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
-        ({"n": 2}, "n"),
-        ({"zzz": 1}, "zzz"),
-        ({"input": [{"role": "user", "content": "a", "output": "b"}]}, "input[0].output"),
-        ({"text": {"format": {"type": "json_object", "name": "x", "schema": {}}}}, "text.format"),
-        # The client's own words, in the message of the error.
-        ({"text": {"format": BAD_FORMAT}}, "text.format"),
-        ({"tools": [FORECAST, FORECAST]}, "tools[1].name"),
-        ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
-        (
-            {"instructions": "x", "input": [{"role": "user", "content": [{"type": "image"}]}]},
-            "input[0].content[0].type",
-        ),
-    ],
-)
-def test_refused(server, fields, param):
-    status, answer = server.post(PATH, {"input": "hi"} | fields)
-    assert status == 400 and answer["error"]["param"] == param, answer
-    assert "`messages`" not in answer["error"]["message"]
 
 
 def test_what_asks_for_nothing(server):

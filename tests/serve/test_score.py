@@ -61,22 +61,6 @@ def test_a_continuation_that_is_greedy_says_so(running):
 
 
 @pytest.mark.parametrize(
-    ("pairs", "param"),
-    [
-        ([], "pairs"),
-        ([{"context": "a", "continuation": ""}], "pairs[0]"),
-        ([{"context": "a"}], "pairs[0].continuation"),
-        ([{"context": "a", "continuation": "b", "c": 1}], "pairs[0].c"),
-        ([{"context": "a" * 300, "continuation": "b"}], "pairs[0]"),
-        ([{"context": "a", "continuation": "b"}] * 129, "pairs"),
-    ],
-)
-def test_refusals_name_the_pair(running, pairs, param):
-    status, answer = running.post("/v1/score", {"pairs": pairs})
-    assert (status, answer["error"]["param"]) == (400, param)
-
-
-@pytest.mark.parametrize(
     ("path", "body", "param"),
     [
         ("/v1/score", {"pairs": [{"context": "a", "continuation": "b"}]}, "pairs"),

@@ -13,14 +13,14 @@ from swiftkv_jax.serve.service.engine_thread import EngineThread
 from swiftkv_jax.serve.service.generation import Generation
 from tests.infer.engine.mock_requests import ask, prompt_of
 from tests.infer.mock_model_runner import mock_engine
-from tests.serve.test_ends import BODY, SLOW, connect
+from tests.serve.test_ends import BODY, SLOW
 
 
 def test_what_was_admitted_ends_before_the_server(start):
     running = start(**SLOW)
-    found = []
+    found, body = [], BODY | {"max_tokens": 100}
     threads = [
-        threading.Thread(target=lambda: found.append(running.events("/v1/completions", BODY)))
+        threading.Thread(target=lambda: found.append(running.events("/v1/completions", body)))
         for _ in range(12)
     ]
     for thread in threads:
@@ -39,8 +39,8 @@ def test_what_was_admitted_ends_before_the_server(start):
     for thread in threads:
         thread.join(30)
     last = time.monotonic()
-    running.thread.join(10)
-    assert time.monotonic() - last < 3 and running.code == [0]
+    running.check_end()
+    assert time.monotonic() - last < 3
     for one in idle:
         one.close()
     assert len(found) == 12
@@ -50,14 +50,13 @@ def test_what_was_admitted_ends_before_the_server(start):
 
 def test_before_it_drains_it_may_tell_balancers(start):
     """`/ready` fails, and what they still send is answered."""
-    running = start(shutdown_delay=1.0)
+    running = start(shutdown_delay=0.4)
     assert running.request("GET", "/ready")[0] == 200
     running.stop()
     running.until(lambda: running.request("GET", "/ready")[0] == 503)
     assert running.app.service.state == "ready"
     assert running.post("/v1/completions", BODY | {"max_tokens": 2})[0] == 200
-    running.thread.join(10)
-    assert running.code == [0]
+    running.check_end()
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
@@ -71,8 +70,8 @@ def test_half_a_body_holds_nothing_up(path, start):
         connection.settimeout(20)
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
     assert answer.startswith(b"HTTP/1.1 503 ") and b'"code":"draining"' in answer
-    running.thread.join(10)
-    assert running.code == [0] and not running.app.service._reading
+    running.check_end()
+    assert not running.app.service._reading
 
 
 @pytest.mark.parametrize("busy", [False, True])
@@ -84,8 +83,8 @@ def test_a_grammar_that_is_still_compiled_holds_nothing_up(busy, start, monkeypa
     close = running.app.grammars.close
     monkeypatch.setattr(running.app.grammars, "close", lambda: close() and not busy)
     running.stop()
-    running.thread.join(10)
-    assert running.code == [0] and ended == [0] * busy
+    running.check_end()
+    assert ended == [0] * busy
 
 
 def test_the_time_for_a_shutdown_is_limited(start):
@@ -95,20 +94,17 @@ def test_the_time_for_a_shutdown_is_limited(start):
     thread.start()
     running.until(lambda: running.app.service.engine.snapshot.load.num_running == 1)
     running.stop()
-    running.thread.join(10)
+    running.check_end()
     thread.join(10)
-    assert running.code == [0]
     assert found[0][-1] == "[DONE]" and found[0][-2]["error"]["code"] == "draining"
 
 
 def test_a_second_signal_ends_at_once(start):
     running = start(shutdown_timeout=60, step_seconds=0.1)
-    connection = connect(running, BODY)
-    running.until(lambda: running.app.service.engine.snapshot.load.num_running == 1)
+    connection = running.busy(BODY)
     running.stop()
     running.stop()
-    running.thread.join(5)
-    assert running.code == [0]
+    running.check_end()
     assert b"503" in connection.recv(4096)
     connection.close()
 
@@ -128,28 +124,25 @@ def test_an_engine_that_fails_ends_the_server(start):
     ((status, answer),) = found
     assert status == 500 and answer["error"]["code"] == "engine_failed"
     assert "device" not in json.dumps(answer)
-    running.thread.join(10)
-    assert running.code == [1]
+    running.check_end(1)
 
 
 def test_a_server_whose_time_limits_fail_ends(start, monkeypatch, caplog):
     running = start(**SLOW)
-    connection = connect(running, BODY)
-    running.until(lambda: running.app.service.engine.snapshot.load.num_running == 1)
+    connection = running.busy(BODY)
 
     def fail(now: float) -> None:
         raise RuntimeError("planted")
 
     monkeypatch.setattr(running.app.service, "tick", fail)
-    running.thread.join(10)
-    assert running.code == [1] and "RuntimeError: planted" in caplog.text
+    running.check_end(1)
+    assert "RuntimeError: planted" in caplog.text
     connection.close()
 
 
 def test_an_engine_that_fails_while_it_drains_is_no_success(start):
     running = start(**SLOW)
-    connection = connect(running, BODY)
-    running.until(lambda: running.app.service.engine.snapshot.load.num_running == 1)
+    connection = running.busy(BODY)
     running.stop()
     running.until(lambda: running.app.service.state == "draining")
 
@@ -157,8 +150,7 @@ def test_an_engine_that_fails_while_it_drains_is_no_success(start):
         raise MemoryError
 
     running.runner.read = fail
-    running.thread.join(10)
-    assert running.code == [5]
+    running.check_end(5)
     connection.close()
 
 
@@ -167,7 +159,7 @@ def test_an_answer_is_sent_whole_before_the_server_ends(start):
     running = start(send_buffer=4096)
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 200, "stream": True}
     body |= {"n": 4, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
-    connection = connect(running, body, "/v1/chat/completions")
+    connection = running.connect(body, "/v1/chat/completions")
     engine = running.app.service.engine
     running.until(lambda: engine.snapshot.stats.new_tokens == 800)
     running.stop()
@@ -176,17 +168,16 @@ def test_an_answer_is_sent_whole_before_the_server_ends(start):
         content += more
         time.sleep(0.001)
     assert b"[DONE]" in content and len(content) > 300_000
-    running.thread.join(10)
-    assert running.code == [0]
+    running.check_end()
     connection.close()
 
 
 def test_an_engine_that_stalls_is_not_ready(start):
-    running = start(stall_timeout=1.5)
+    running = start(stall_timeout=1.0)
     released = threading.Event()
     read = running.runner.read
     running.runner.read = lambda output: released.wait(20) and read(output)
-    connection = connect(running, BODY)
+    connection = running.connect(BODY)
     service = running.app.service
     running.until(lambda: service.state == "stalled", 10)
     assert running.request("GET", "/ready")[0] == 503
@@ -245,8 +236,7 @@ def test_first_tokens_come_before_those_of_the_rows_that_run(start, monkeypatch)
 
     running.app.service._on_events = stepped
     monkeypatch.setattr(Generation, "push", pushed)
-    busy = connect(running, BODY | {"max_tokens": 100, "stream": True})
-    running.until(lambda: running.app.service.engine.snapshot.load.num_running == 1)
+    busy = running.busy(BODY | {"max_tokens": 100, "stream": True})
     running.post("/v1/completions", BODY | {"max_tokens": 2})
     busy.close()
     running.check_empty()
