@@ -14,9 +14,8 @@ import transformers
 from safetensors.numpy import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cases import CASES, tokens
+from cases import CASES, FIXTURES, tokens
 
-FIXTURES = Path(__file__).parents[1] / "fixtures" / "families"
 failed = False
 for case in CASES:
     model, found = transformers.AutoModelForCausalLM.from_pretrained(

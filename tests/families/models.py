@@ -9,9 +9,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from .cases import CASES, tensor_for
-
-FIXTURES = Path(__file__).parents[1] / "fixtures" / "families"
+from .cases import CASES, FIXTURES, tensor_for
 
 
 class Recorded(NamedTuple):

@@ -19,9 +19,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cases import CASES, NEW, PROMPT, tensor_for, tokens
-
-TARGET = Path(__file__).parents[1] / "fixtures" / "families"
+from cases import CASES, FIXTURES, NEW, PROMPT, tensor_for, tokens
 
 
 @torch.no_grad()
@@ -57,8 +55,7 @@ def record(name: str) -> None:
     )
     arrays = {"logits": logits.numpy(), "greedy": greedy}
     metadata = {"shapes": json.dumps(shapes), "transformers": transformers.__version__}
-    TARGET.mkdir(parents=True, exist_ok=True)
-    save_file(arrays, TARGET / f"{name}.safetensors", metadata)
+    save_file(arrays, FIXTURES / f"{name}.safetensors", metadata)
 
 
 for case in sys.argv[1:] or CASES:

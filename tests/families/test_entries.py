@@ -34,7 +34,7 @@ def test_every_file_is_in_the_list():
 def test_entry(name):
     family = FAMILIES[name]
     case = CASE.get(name) or ("llama" if name == "llama" else None)
-    assert case, f"tests/families/cases.py has no config.json of model_type {name!r}"
+    assert case, f"tests/fixtures/families has no config.json of model_type {name!r}"
     if name != "llama":  # recorded with the authors' model
         recorded = models.FIXTURES / f"{case}.safetensors"
         assert recorded.is_file(), f"record {case} by tests/families/record.py"

@@ -11,7 +11,6 @@ from safetensors.numpy import load_file, save_file
 
 import swiftkv_jax as skv
 from swiftkv_jax.checkpoints import open_any
-from swiftkv_jax.checkpoints.hf_config import config_from_hf
 from swiftkv_jax.checkpoints.hf_read import load_delta
 from swiftkv_jax.checkpoints.hf_write import base_model_digest
 from swiftkv_jax.checkpoints.interleaved import Interleaved, join_pairs, split_pairs
@@ -20,7 +19,7 @@ from swiftkv_jax.checkpoints.quantized.compressed_tensors import ROUTERS
 from swiftkv_jax.checkpoints.quantized.config import read_quantization_config
 from swiftkv_jax.checkpoints.tensor_map import leaves
 from swiftkv_jax.convert import main as convert
-from swiftkv_jax.errors import CheckpointError, ConfigError
+from swiftkv_jax.errors import CheckpointError
 from swiftkv_jax.model.quantization import Quantized, dequantize
 from tests.checkpoints import quantized_files
 from tests.checkpoints.fp8_files import assert_same, stored
@@ -170,6 +169,8 @@ def test_quantised_when_loaded(case, format, load, tmp_path):
     ("case", "facts"),
     [
         ("glm4", ["glm4", "rope of 0.5 of each head, theta 10000, no scaling"]),
+        ("granite4", ["rope, theta 10000"]),
+        ("granite4-unrotated", ["no rope"]),
         (EXPERTS, ["2 of 8 experts 40", "qk_norm=head", "renormalize_experts=True"]),
     ],
 )
@@ -252,31 +253,3 @@ def test_routers_may_be_left_out_by_name():
         assert read_quantization_config(FP8 | {"ignore": ["lm_head", *left]}).kept == "fp8"
     other = FP8 | {"ignore": ["lm_head", "model.layers.0.mlp.experts.0.gate_proj"]}
     assert read_quantization_config(other).kept is None
-
-
-REFUSED = {
-    "counts that differ": ({"num_local_experts": 4}, "num_experts=8 and num_local_experts=4"),
-    "more than there are": ({"num_experts_per_tok": 9}, "num_experts_per_token=9 must be from 1"),
-    "none of them": ({"num_experts_per_tok": 0}, "num_experts_per_tok"),
-    "no experts": ({"num_experts": 0}, "num_experts"),
-    "dense layers": ({"mlp_only_layers": [1]}, "mlp_only_layers=.1. is not supported"),
-    "every second layer": ({"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
-    "a window": ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
-    "text": ({"norm_topk_prob": "yes"}, "norm_topk_prob='yes' must be true or false"),
-    "experts of another family": ({"model_type": "qwen3"}, "num_experts=8 is not supported"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
-    fields, message = REFUSED[name]
-    with pytest.raises(ConfigError, match=message):
-        config_from_hf(CASES[EXPERTS] | fields)
-
-
-def test_as_transformers_5_writes_it():
-    """`num_local_experts` for `num_experts`, and `rope_parameters`."""
-    fields = {key: value for key, value in CASES[EXPERTS].items() if not key.startswith("rope")}
-    fields |= {"num_local_experts": fields.pop("num_experts"), "dtype": "float32"}
-    fields |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    assert config_from_hf(fields) == config_from_hf(CASES[EXPERTS])

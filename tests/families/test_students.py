@@ -142,36 +142,38 @@ def test_a_group_starts_from_the_mean_of_its_norms(load):
     np.testing.assert_array_equal(cut.swiftkv.q_norm, cut.llama.upper_qkv.q_norm)
 
 
+# Case -> what its class begins with, layers of a group, norms of heads.
 NAMES = {
-    "qwen3": ("Qwen3SwiftKVForCausalLM", {"q_norm", "k_norm"}, True),
-    "qwen2": ("Qwen2SwiftKVForCausalLM", set(), True),
-    "olmo2": ("Olmo2SwiftKVForCausalLM", {"q_norm", "k_norm"}, False),
-    "phi3": ("Phi3SwiftKVForCausalLM", set(), True),
-    "glm4": ("Glm4SwiftKVForCausalLM", set(), True),
+    "qwen3": ("Qwen3", 1, {"q_norm", "k_norm"}),
+    "qwen2": ("Qwen2", 1, set()),
+    "olmo2": ("Olmo2", 1, {"q_norm", "k_norm"}),
+    "phi3": ("Phi3", 1, set()),
+    "glm4": ("Glm4", 1, set()),
+    "granite4-unrotated": ("GraniteMoeHybrid", 2, set()),
 }
 
 
+@pytest.mark.short("qwen2", "olmo2", "granite4-unrotated")
 @pytest.mark.parametrize("case", NAMES)
 def test_names_of_the_delta(case, load, tmp_path):
-    architecture, norms, boundary = NAMES[case]
-    model = student(load(case))
+    architecture, group, norms = NAMES[case]
+    model = student(load(case), group)
     skv.save_hf(model, tmp_path / "hf")
     hf = json.loads((tmp_path / "hf" / "config.json").read_text())
-    assert (hf["architectures"], hf["model_type"]) == (
-        [architecture],
-        f"{CASES[case]['model_type']}_swiftkv",
-    )
+    assert hf["architectures"] == [f"{architecture}SwiftKVForCausalLM"]
+    assert hf["model_type"] == f"{CASES[case]['model_type']}_swiftkv"
     written = load_file(tmp_path / "hf" / "model.safetensors")
-    added = written.keys() - models.tensors(case).keys()
-    expected = {"model.norm_swiftkv.weight"} if boundary else set()
-    projections = {f"{name}_proj" for name in "qkv"}
-    for layer in range(3, 6):
-        prefix = f"model.layers.{layer}.self_attn"
-        expected |= {f"{prefix}.{name}_swiftkv.weight" for name in projections | norms}
-        if case in ("qwen2", "glm4"):
-            expected |= {f"{prefix}.{name}_swiftkv.bias" for name in projections}
-    assert added == expected
+    kinds = ["weight", "bias"] if model.config.qkv_bias else ["weight"]
+    names = {f"{name}_proj_swiftkv.{kind}" for name in "qkv" for kind in kinds}
+    names |= {f"{name}_swiftkv.weight" for name in norms}
+    expected = set() if case == "olmo2" else {"model.norm_swiftkv.weight"}
+    for layer in range(model.config.num_lower_layers, 6):
+        leads = (layer - model.config.num_lower_layers) % group == 0
+        mine = {name for name in names if leads or name.startswith("q")}
+        expected |= {f"model.layers.{layer}.self_attn.{name}" for name in mine}
+    assert written.keys() - models.tensors(case).keys() == expected
     again = skv.load(tmp_path / "hf", dtype="float32")
+    assert again.config == model.config
     np.testing.assert_array_equal(logits(again), logits(model))
 
 

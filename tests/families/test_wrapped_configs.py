@@ -4,133 +4,26 @@
 from typing import Any
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from swiftkv_jax import ConfigError
-from swiftkv_jax.checkpoints.families import WRAPPED
-from swiftkv_jax.checkpoints.hf_config import config_from_hf, config_to_hf, text_fields
+from swiftkv_jax.checkpoints.families import FAMILIES, WRAPPED
+from swiftkv_jax.checkpoints.hf_config import config_from_hf, text_fields
 
 from .cases import CASES
 from .test_spellings import as_version_4, as_version_5
 from .wrapped_models import KINDS, fields
 
-# As projects that load the published files state their fields.
-GEMMA_3_4B: dict[str, Any] = {
-    "architectures": ["Gemma3ForConditionalGeneration"],
-    "boi_token_index": 255999,
-    "eoi_token_index": 256000,
-    "eos_token_id": [1, 106],
-    "image_token_index": 262144,
-    "initializer_range": 0.02,
-    "mm_tokens_per_image": 256,
-    "model_type": "gemma3",
-    "text_config": {
-        "hidden_size": 2560,
-        "intermediate_size": 10240,
-        "model_type": "gemma3_text",
-        "num_hidden_layers": 34,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-        "sliding_window": 1024,
-    },
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.50.0.dev0",
-    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
-}
-GEMMA_3_27B = {
-    "hidden_size": 5376,
-    "intermediate_size": 21504,
-    "num_hidden_layers": 62,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 16,
-    "head_dim": 128,
-    "query_pre_attn_scalar": 168,
-}
-MISTRAL_SMALL_3: dict[str, Any] = {
-    "architectures": ["Mistral3ForConditionalGeneration"],
-    "image_token_index": 10,
-    "model_type": "mistral3",
-    "multimodal_projector_bias": False,
-    "projector_hidden_act": "gelu",
-    "spatial_merge_size": 2,
-    "text_config": {
-        "attention_dropout": 0.0,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": 5120,
-        "initializer_range": 0.02,
-        "intermediate_size": 32768,
-        "max_position_embeddings": 131072,
-        "model_type": "mistral",
-        "num_attention_heads": 32,
-        "num_hidden_layers": 40,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-05,
-        "rope_theta": 1000000000.0,
-        "sliding_window": None,
-        "use_cache": True,
-        "vocab_size": 131072,
-    },
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.50.0.dev0",
-    "vision_config": {"hidden_size": 1024, "model_type": "pixtral"},
-    "vision_feature_layer": -1,
-}
-
-
-def test_published_gemma3():
-    config = config_from_hf(GEMMA_3_4B)
-    assert (config.family, config.vocab_size, config.tie_word_embeddings) == (
-        "gemma3_text",
-        262208,
-        True,
-    )
-    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
-    full, sliding = config.kind(5), config.kind(4)
-    assert (full.window, sliding.window) == (None, 1024)
-    assert full.rope is not None and full.rope.scaling is not None and sliding.rope is not None
-    assert (full.rope.theta, full.rope.scaling.rope_type, full.rope.scaling.factor) == (
-        1e6,
-        "linear",
-        8.0,
-    )
-    assert (sliding.rope.theta, sliding.rope.scaling) == (1e4, None)
-    assert config.query_scale == 1 / 16
-    assert config_from_hf(config_to_hf(config)) == config
-    larger = config_from_hf(GEMMA_3_4B | {"text_config": GEMMA_3_4B["text_config"] | GEMMA_3_27B})
-    assert (larger.num_layers, larger.head_dim, larger.query_scale) == (62, 128, 168**-0.5)
-
-
-def test_published_mistral_small():
-    """By itself it is a model in the shape of Llama."""
-    config = config_from_hf(MISTRAL_SMALL_3)
-    assert (config.family, config.tie_word_embeddings) == ("llama", False)
-    assert (config.num_heads * config.head_dim, config.embed_dim) == (4096, 5120)
-    (kind,) = config.kinds
-    assert kind.window is None and kind.rope is not None and kind.rope.theta == 1e9
-
-
-# Recorded from the configuration classes of transformers 5.23, of the fields that a text model by
-# itself must state; the others are in `test_class_defaults`.
-SIZE_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-)
-SIZES = {
-    "gemma3": (262208, 2304, 9216, 26, 8),
-    "mistral3": (32000, 4096, 14336, 32, 32),
-}
-
 
 @pytest.mark.parametrize("kind", WRAPPED)
-def test_absent_fields(kind):
-    stated = dict(zip(SIZE_FIELDS, SIZES[kind], strict=True))
-    empty = {"model_type": kind, "text_config": {}}
-    by_itself = stated | {"model_type": WRAPPED[kind]}
-    assert config_from_hf(empty) == config_from_hf(by_itself)
-    null = dict.fromkeys(stated)
-    assert config_from_hf(empty | {"text_config": null}) == config_from_hf(by_itself)
+def test_absent_sizes_are_those_of_the_class(kind):
+    """The other fields are those of the text model by itself."""
+    text = CONFIG_MAPPING[kind](text_config={"model_type": WRAPPED[kind]}).text_config.to_dict()
+    sizes = FAMILIES[WRAPPED[kind]].inside[kind]
+    assert sizes == {name: text[name] for name in sizes}
+    for absent in {}, dict.fromkeys(sizes):
+        config = config_from_hf({"model_type": kind, "text_config": absent})
+        assert config == config_from_hf({"model_type": WRAPPED[kind], **sizes})
 
 
 @pytest.mark.parametrize("kind", KINDS)
