@@ -4,7 +4,7 @@
 from typing import Any
 
 import pytest
-from transformers import CONFIG_MAPPING
+from transformers import AutoConfig
 
 from swiftkv_jax import ConfigError
 from swiftkv_jax.checkpoints.families import FAMILIES, WRAPPED
@@ -18,9 +18,9 @@ from .wrapped_models import KINDS, fields
 @pytest.mark.parametrize("kind", WRAPPED)
 def test_absent_sizes_are_those_of_the_class(kind):
     """The other fields are those of the text model by itself."""
-    text = CONFIG_MAPPING[kind](text_config={"model_type": WRAPPED[kind]}).text_config.to_dict()
+    fields = AutoConfig.for_model(kind, text_config={"model_type": WRAPPED[kind]}).to_dict()
     sizes = FAMILIES[WRAPPED[kind]].inside[kind]
-    assert sizes == {name: text[name] for name in sizes}
+    assert sizes == {name: fields["text_config"][name] for name in sizes}
     for absent in {}, dict.fromkeys(sizes):
         config = config_from_hf({"model_type": kind, "text_config": absent})
         assert config == config_from_hf({"model_type": WRAPPED[kind], **sizes})
