@@ -25,7 +25,7 @@ from swiftkv_jax.model.transformer import Remat
 from swiftkv_jax.pallas_kernels import Implementation
 from swiftkv_jax.plan.cost import train_flops_per_token
 from swiftkv_jax.plan.presets import LLAMA_8B
-from swiftkv_jax.train.plan.memory import memory_per_device
+from swiftkv_jax.train.dry_run import memory_of_a_step
 from swiftkv_jax.train.recipe import Recipe
 from swiftkv_jax.train.run.step import (
     TrainState,
@@ -158,7 +158,7 @@ def memory_of(
 
 def planned_bytes(recipe: Recipe, config: Config, mesh: Mesh) -> float:
     """Bytes of memory by the plan of a run."""
-    return sum(memory_per_device(recipe, config, mesh, jnp.dtype(jnp.bfloat16)).values())
+    return sum(memory_of_a_step(recipe, config, mesh, jnp.dtype(jnp.bfloat16)).values())
 
 
 # On a device ------------------------------------------------------------------

@@ -22,7 +22,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
     {"demo", "errors", "pallas_kernels"},
     {"model", "process", "text"},
-    {"calibration", "kernel_check", "plan"},
+    {"calibration", "kernel_check"},
+    {"plan"},
     {"checkpoints"},
     {"cli"},
     {"convert"},

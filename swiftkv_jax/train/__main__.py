@@ -89,9 +89,10 @@ def main(argv: list[str] | None = None) -> int:
         recipe = recipe_from(args)
         planned = PlanOptions(**given(PlanOptions, args))
         if planned.dry_run:
-            from .plan import plan
+            from .dry_run import plan_training
 
-            return plan.main(recipe, planned.topology)
+            plan_training(recipe, planned.topology)
+            return cli.OK
         from ..cli.devices import join_and_emulate, refuse_x64
 
         refuse_x64()

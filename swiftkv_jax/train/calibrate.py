@@ -67,9 +67,10 @@ def main(args: argparse.Namespace) -> int:
     if planned.dry_run:
         if options.keep_delta:
             raise UsageError("`dry_run`: there is none of `keep_delta`, which fits nothing")
-        from .plan import calibration_plan
+        from .dry_run import plan_calibration
 
-        return calibration_plan.main(options, planned.topology)
+        plan_calibration(options, planned.topology)
+        return cli.OK
     refuse_x64()
     join_and_emulate(options.mesh, **given(ProcessOptions, args))
     run(options)

@@ -18,8 +18,8 @@ from swiftkv_jax.model.config import GeneratedKV
 from swiftkv_jax.model.cut import choose_generated_kv
 from swiftkv_jax.plan import cost
 from swiftkv_jax.plan.presets import PRESETS
+from swiftkv_jax.plan.tables import decode_bytes
 from swiftkv_jax.train.loss.far_tokens import MAX_FAR_LOSS
-from swiftkv_jax.train.plan.serving_plan import decode_bytes
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROOT = DOCS.parent

@@ -12,6 +12,7 @@ from swiftkv_jax.model.config import Config
 from swiftkv_jax.model.mesh import parse_mesh
 from swiftkv_jax.model.transformer import Remat
 from swiftkv_jax.plan.hardware import GIB, hardware_of
+from swiftkv_jax.plan.memory import calibration_memory, fits
 from swiftkv_jax.plan.presets import (
     GEMMA3_12B,
     LLAMA_8B,
@@ -22,9 +23,12 @@ from swiftkv_jax.plan.presets import (
 )
 from swiftkv_jax.plan.topology import topology_mesh
 from swiftkv_jax.train.calibrate_options import CalibrationOptions
-from swiftkv_jax.train.plan import calibration_plan
-from swiftkv_jax.train.plan.memory import fits, memory_per_device
-from swiftkv_jax.train.plan.plan import lower_step
+from swiftkv_jax.train.dry_run import (
+    lower_batch,
+    lower_query_scale,
+    lower_step,
+    memory_of_a_step,
+)
 from swiftkv_jax.train.recipe import Recipe
 from tests.compile.compiled import with_kernels
 
@@ -61,7 +65,7 @@ def test_it_fits_as_planned(name):
     figures: Any = compiled.memory_analysis()
     peak, planned = (
         figures.peak_memory_in_bytes,
-        sum(memory_per_device(recipe, config, mesh, dtype).values()),
+        sum(memory_of_a_step(recipe, config, mesh, dtype).values()),
     )
     print(f"{name}: peak {peak / GIB:.2f} GiB, planned {planned / GIB:.2f}")
     assert fits(peak, hardware) and fits(planned, hardware)
@@ -87,6 +91,12 @@ CALIBRATIONS: dict[str, tuple[Config, str, str, int]] = {
 }
 
 
+def planned_memory(options: CalibrationOptions, config: Config, mesh, dtype) -> dict[str, float]:
+    return calibration_memory(
+        config, mesh, dtype, rows=options.micro_batch_size, length=options.max_length
+    )
+
+
 @pytest.mark.parametrize("name", CALIBRATIONS)
 def test_a_calibration_fits_as_planned(name):
     config, topology, shape, rows = CALIBRATIONS[name]
@@ -94,10 +104,10 @@ def test_a_calibration_fits_as_planned(name):
         model="", data=(), output_dir=Path(), mesh=parse_mesh(shape), batch_size=rows
     )
     mesh, dtype = topology_mesh(topology, options.mesh), jnp.dtype(jnp.bfloat16)
-    compiled, kernels = with_kernels(calibration_plan.lower_batch(options, config, mesh, dtype))
+    compiled, kernels = with_kernels(lower_batch(options, config, mesh, dtype))
     figures: Any = compiled.memory_analysis()
     peak = figures.peak_memory_in_bytes
-    planned = sum(calibration_plan.memory_per_device(options, config, mesh, dtype).values())
+    planned = sum(planned_memory(options, config, mesh, dtype).values())
     print(f"{name}: peak {peak / GIB:.2f} GiB, planned {planned / GIB:.2f}")
     hardware = hardware_of(mesh.devices.flat[0].device_kind)
     assert hardware is not None and fits(peak, hardware)
@@ -106,10 +116,7 @@ def test_a_calibration_fits_as_planned(name):
     assert all(kernel.spilled <= 32 for kernel in kernels)
     assert (
         figures.alias_size_in_bytes
-        >= 0.99
-        * calibration_plan.memory_per_device(options, config, mesh, dtype)[
-            "second moments, float32"
-        ]
+        >= 0.99 * planned_memory(options, config, mesh, dtype)["second moments, float32"]
     ), "the moments are updated in place"
 
 
@@ -129,9 +136,9 @@ def test_the_pass_for_the_scale_of_queries_needs_less(name):
         model="", data=(), output_dir=Path(), mesh=parse_mesh(shape), batch_size=rows
     )
     mesh, dtype = topology_mesh(topology, options.mesh), jnp.dtype(jnp.bfloat16)
-    lowered = calibration_plan.lower_query_scale(options, config, mesh, dtype)
+    lowered = lower_query_scale(options, config, mesh, dtype)
     figures: Any = lowered.compile().memory_analysis()
     peak = figures.peak_memory_in_bytes
-    planned = sum(calibration_plan.memory_per_device(options, config, mesh, dtype).values())
+    planned = sum(planned_memory(options, config, mesh, dtype).values())
     print(f"{name}: peak {peak / GIB:.2f} GiB, planned {planned / GIB:.2f}")
     assert peak < planned

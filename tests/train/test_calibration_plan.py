@@ -15,10 +15,10 @@ from swiftkv_jax.model.attention import Attention
 from swiftkv_jax.model.batch import unpacked_batch
 from swiftkv_jax.model.initialization import init_llama
 from swiftkv_jax.model.params import PromptMLP
+from swiftkv_jax.plan import tables
+from swiftkv_jax.plan.memory import calibration_host_memory
 from swiftkv_jax.plan.presets import PRESETS
 from swiftkv_jax.train.__main__ import main
-from swiftkv_jax.train.plan import plan
-from swiftkv_jax.train.plan.calibration_plan import host_memory
 from tests.test_cost import CONFIG
 
 
@@ -109,7 +109,7 @@ def test_host_memory_is_what_is_planned(group, layers, taps):
     fit_delta(config, llama, moments, None, mlps=mlps)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    planned = sum(host_memory(config, jnp.dtype(jnp.float32)).values())
+    planned = sum(calibration_host_memory(config, jnp.dtype(jnp.float32)).values())
     print(f"peak {peak:,}, planned {planned:,.0f}, ratio {peak / planned:.3f}")
     assert peak == pytest.approx(planned, rel=0.06)
 
@@ -118,10 +118,10 @@ def test_host_memory_is_what_is_planned(group, layers, taps):
     ("scale", "units"), [(1.0, ("MiB", "MFLOP")), (1024.0, ("GiB", "GFLOP"))], ids=str
 )
 def test_small_models_are_planned_in_small_units(scale, units):
-    tables = (
-        plan.table_of_bytes("memory", {"weights": 3 * 2.0**20 * scale}),
-        plan.table_of_flops({"teacher": 3e6 * scale}),
+    found = (
+        tables.table_of_bytes("memory", {"weights": 3 * 2.0**20 * scale}),
+        tables.table_of_flops({"teacher": 3e6 * scale}),
     )
-    for table, unit in zip(tables, units, strict=True):
+    for table, unit in zip(found, units, strict=True):
         title, *rows = table.splitlines()
         assert title.endswith(unit) and all(re.search(r" 3\.[01]", row) for row in rows)

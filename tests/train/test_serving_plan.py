@@ -9,8 +9,8 @@ import pytest
 from swiftkv_jax.model.params import llama_shapes
 from swiftkv_jax.plan.cost import decode_weights
 from swiftkv_jax.plan.presets import PRESETS
+from swiftkv_jax.plan.tables import serving_table
 from swiftkv_jax.train.__main__ import main
-from swiftkv_jax.train.plan.serving_plan import serving_table
 
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
 
