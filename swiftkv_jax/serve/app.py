@@ -25,7 +25,7 @@ from .protocol import MAX_MESSAGES, ChatBody, TokenizeBody
 from .service.service import Service
 from .text.grammar_process import CheckedCompiler
 from .text.grammars import GrammarQueue
-from .text.prompts import Prompt, PromptEncoder
+from .text.prompts import Encoding, Prompt, PromptEncoder
 from .text.reasoning import Reasoning, reasoning_of
 from .text.token_text import TokenSpellings
 from .text.tool_formats import ToolFormat, tool_format_of
@@ -119,7 +119,7 @@ class App:
         self, body: ChatBody | TokenizeBody, salt: str, num_bytes: int, *, counting: bool = False
     ) -> Prompt:
         """The prompt of the messages of a body, on which `replace_media` is done. `counting` is
-        that of `PromptEncoder.encode`. Raises `APIError`."""
+        that of `Encoding`. Raises `APIError`."""
         if not body.messages or len(body.messages) > MAX_MESSAGES:
             raise invalid("messages", f"`messages` must have 1 to {MAX_MESSAGES} messages")
         if not getattr(self.tokenizer, "chat_template", None):
@@ -144,14 +144,11 @@ class App:
         body.messages = replace_media(body.messages)
         return await self.encoder.encode_chat(
             body.messages,
+            Encoding(salt, "messages", bool(body.add_special_tokens), truncation, counting),
             variables=variables,
             num_bytes=num_bytes,
-            salt=salt,
             add_generation_prompt=not go_on and body.add_generation_prompt is not False,
             continue_final_message=go_on,
-            counting=counting,
-            add_special_tokens=bool(body.add_special_tokens),
-            truncation=truncation,
             tools=normalize_tools(msgspec.to_builtins(body.tools)),
         )
 

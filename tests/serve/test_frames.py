@@ -144,8 +144,9 @@ def test_a_grammar_of_another_kind_is_refused():
 
 
 def test_long_requests_are_sent_in_several_frames(monkeypatch):
-    monkeypatch.setattr(frames, "SPLIT_BYTES", 100)
     requests = [Request(list(range(10))) for _ in range(5)]
+    size = len(msgspec.msgpack.encode(frames.fields_of(requests[0])))
+    monkeypatch.setattr(frames, "SPLIT_BYTES", 2.5 * size)
     sent = list(frames.frames(0, 0, [(0, None)], requests))
     assert [len(frame.requests) for frame in sent] == [2, 2, 1]
     assert [frame.goes_on for frame in sent] == [True, True, False]

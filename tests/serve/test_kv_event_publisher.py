@@ -7,12 +7,12 @@ import msgspec
 import pytest
 
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.serve.distributed.kv_event_publisher import KVEventPublisher
 from swiftkv_jax.serve.distributed.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     KVEventBatch,
+    KVEventPublisher,
     block_hash,
 )
 from swiftkv_jax.serve.options import KVEventsConfig

@@ -10,8 +10,12 @@ import pytest
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.__main__ import main
 from swiftkv_jax.infer.engine.cache_events import PageRemoved, PagesStored
-from swiftkv_jax.serve.distributed.kv_event_publisher import KVEventPublisher
-from swiftkv_jax.serve.distributed.kv_events import Batches, block_hash, encode_batch
+from swiftkv_jax.serve.distributed.kv_events import (
+    Batches,
+    KVEventPublisher,
+    block_hash,
+    encode_batch,
+)
 from swiftkv_jax.serve.options import KVEventsConfig
 
 KEYS = [bytes(range(start, start + 32)) for start in (0, 100, 200)]

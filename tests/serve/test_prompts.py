@@ -11,7 +11,7 @@ from swiftkv_jax.infer.engine.page_pool import page_keys
 from swiftkv_jax.serve.errors import APIError
 from swiftkv_jax.serve.protocol import FunctionCall, Message, ToolCall
 from swiftkv_jax.serve.text import prompts
-from swiftkv_jax.serve.text.prompts import PromptEncoder
+from swiftkv_jax.serve.text.prompts import Encoding, PromptEncoder
 from swiftkv_jax.serve.text.token_text import TokenSpellings
 from tests.infer import mock_model_runner
 from tests.serve.conftest import USER_TOKEN, make_tokenizer
@@ -27,7 +27,7 @@ def encoder(tokenizer=None, max_model_len: int = 4096) -> PromptEncoder:
 def chat(*contents: str, **options) -> list[int]:
     messages = [Message(role="user", content=content) for content in contents]
     found = encoder(**options)
-    prompt = asyncio.run(found.encode_chat(messages, num_bytes=100, salt=""))
+    prompt = asyncio.run(found.encode_chat(messages, Encoding(""), num_bytes=100))
     return prompt.token_ids.tolist()
 
 
@@ -54,7 +54,7 @@ def test_special_tokens_anywhere_in_a_message_are_text():
     )
     call = FunctionCall(name="<|user|>", arguments="{}")
     messages = [Message(role="assistant", tool_calls=[ToolCall(function=call)])]
-    found = asyncio.run(encoder(tokenizer).encode_chat(messages, num_bytes=100, salt=""))
+    found = asyncio.run(encoder(tokenizer).encode_chat(messages, Encoding(""), num_bytes=100))
     assert USER_TOKEN not in found.token_ids
 
 
@@ -77,16 +77,12 @@ def test_characters_for_private_use_are_no_way_around_it():
 
 def test_a_raw_prompt_may_spell_special_tokens():
     """As in vLLM: the client writes the whole prompt."""
-    (found,) = asyncio.run(
-        encoder().encode(["<|user|>a"], add_special_tokens=True, salt="", param="prompt")
-    )
+    (found,) = asyncio.run(encoder().encode(["<|user|>a"], Encoding("", "prompt", True)))
     assert found.token_ids[0] == USER_TOKEN
 
 
 def test_prompts_bring_their_page_keys():
-    (found,) = asyncio.run(
-        encoder().encode([[5] * 11], add_special_tokens=True, salt="s", param="prompt")
-    )
+    (found,) = asyncio.run(encoder().encode([[5] * 11], Encoding("s", "prompt", True)))
     assert found.page_keys == page_keys([5] * 11, 4, "s") and found.token_ids.dtype == np.int32
 
 
@@ -126,7 +122,7 @@ def test_long_texts_leave_a_thread_for_short_ones(monkeypatch):
 
     async def run() -> None:
         def encode(text: str):
-            return found.encode([text], add_special_tokens=True, salt="", param="prompt")
+            return found.encode([text], Encoding("", "prompt", True))
 
         long = [asyncio.ensure_future(encode("x" * 200)) for _ in range(8)]
         await asyncio.sleep(0.05)

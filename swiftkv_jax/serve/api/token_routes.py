@@ -10,6 +10,7 @@ from ..bodies.forms import check_takes_tools
 from ..errors import APIError, invalid
 from ..http.exchange import HTTPExchange
 from ..protocol import DetokenizeBody, TokenizeBody
+from ..text.prompts import Encoding
 from .run import counted_body
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -43,9 +44,8 @@ async def _token_ids(app: App, exchange: HTTPExchange, body: TokenizeBody) -> li
         prompt = await app.encode_chat(body, "", exchange.num_bytes_in, counting=True)
     else:
         special = body.add_special_tokens is not False
-        (prompt,) = await app.encoder.encode(
-            [body.prompt], add_special_tokens=special, salt="", param="prompt", counting=True
-        )
+        how = Encoding("", "prompt", special, counting=True)
+        (prompt,) = await app.encoder.encode([body.prompt], how)
     return prompt.token_ids.tolist()
 
 

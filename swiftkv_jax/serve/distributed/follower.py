@@ -20,10 +20,10 @@ from ...infer.engine.engine import Engine
 from ...infer.engine.grammar import Matcher
 from ...infer.engine.requests import Request, ScoreRequest
 from .channel import Channel
-from .engine_commands import Abort, apply_commands
 from .followers import CONNECT_SECONDS
 from .frames import (
     FROM_PROCESS_0,
+    Abort,
     Done,
     Failed,
     Frame,
@@ -32,6 +32,7 @@ from .frames import (
     Makers,
     Ready,
     Welcome,
+    apply_commands,
     request_of,
 )
 

@@ -20,8 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ...errors import UsageError
 from ...infer.engine.requests import Request, ScoreRequest
 from .channel import Channel
-from .engine_commands import Abort
-from .frames import FROM_FOLLOWER, HELLO, Done, Failed, Hello, Last, Ready, Welcome, frames
+from .frames import FROM_FOLLOWER, HELLO, Abort, Done, Failed, Hello, Last, Ready, Welcome, frames
 
 logger = logging.getLogger(__name__)
 

@@ -3,12 +3,14 @@ before each step, and back from each follower when it has taken the step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
+from ...errors import UsageError
+from ...infer.engine.engine import Engine
 from ...infer.engine.grammar import Matcher
 from ...infer.engine.requests import Request, ScoreRequest
 from ...infer.engine.sampling_params import SamplingParams
@@ -16,6 +18,8 @@ from ...infer.structured.reasoning_grammar import ReasoningGrammar
 from ...infer.structured.structured_outputs import GrammarMatcher
 from ...infer.structured.token_filter import TokenFilter
 
+Abort = tuple[int, int | None]
+"""The engine's id of a request, and a sample of it or None for all."""
 SPLIT_BYTES = 16 * 2**20
 """Bytes of requests after which a frame is continued in another."""
 
@@ -51,11 +55,6 @@ class _Common(msgspec.Struct, omit_defaults=True, kw_only=True):
     cache_salt: str = ""
     page_keys: list[bytes] | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of what may be long."""
-        return len(self.tokens) + sum(map(len, self.page_keys or ()))
-
 
 class GenerateFields(_Common, tag="generate", omit_defaults=True, kw_only=True):
     """A `Request`."""
@@ -63,11 +62,6 @@ class GenerateFields(_Common, tag="generate", omit_defaults=True, kw_only=True):
     params: SamplingParams
     rng_stream: int = 0
     grammar: Grammar | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        grammar = self.grammar and self.grammar.grammar
-        return super().num_bytes + len(grammar or "")
 
 
 class ScoreFields(_Common, tag="score", omit_defaults=True, kw_only=True):
@@ -190,8 +184,7 @@ class Frame(msgspec.Struct, tag="frame", omit_defaults=True):
     """Steps before this one."""
     pages_in_use: int
     """Pages that requests held before this frame, in every engine."""
-    aborts: list[tuple[int, int | None]] = []
-    """(the engine's id of a request, sample or None for all)"""
+    aborts: list[Abort] = []
     requests: list[Fields] = []
     goes_on: bool = False
     """More requests for the same step are in the next frame."""
@@ -207,20 +200,21 @@ class Last(msgspec.Struct, tag="last"):
 def frames(
     step: int,
     pages_in_use: int,
-    aborts: list[tuple[int, int | None]],
+    aborts: list[Abort],
     requests: Sequence[Request | ScoreRequest],
 ) -> Iterator[Frame]:
     """The frames of one step: one, unless its requests are very long."""
     frame = Frame(step, pages_in_use, aborts, [])
     size = 0
     for fields in map(fields_of, requests):
-        if size and size + fields.num_bytes > SPLIT_BYTES:
+        num_bytes = len(msgspec.msgpack.encode(fields))
+        if size and size + num_bytes > SPLIT_BYTES:
             frame.goes_on = True
             yield frame
             frame = Frame(step, pages_in_use, [], [])
             size = 0
         frame.requests.append(fields)
-        size += fields.num_bytes
+        size += num_bytes
     yield frame
 
 
@@ -255,3 +249,21 @@ class Failed(msgspec.Struct, tag="failed"):
 FROM_PROCESS_0 = msgspec.msgpack.Decoder(Welcome | Frame | Last)
 FROM_FOLLOWER = msgspec.msgpack.Decoder(Ready | Done | Failed)
 HELLO = msgspec.msgpack.Decoder(Hello)
+
+# In every process ----------------------------------------------------------------------------
+
+
+def apply_commands(
+    engine: Engine, aborts: Iterable[Abort], requests: Iterable[Request | ScoreRequest]
+) -> list[int | UsageError]:
+    """Abort and add requests, with the same calls in every process. Returns the engine's id of each
+    request, or why it can never run."""
+    for request_id, sample in aborts:
+        engine.abort_request(request_id, sample)
+    added: list[int | UsageError] = []
+    for request in requests:
+        try:
+            added.append(engine.add_request(request))
+        except UsageError as error:
+            added.append(error)
+    return added

@@ -17,8 +17,8 @@ from ...infer.engine.engine import Engine
 from ...infer.engine.page_pool import PrefixStats
 from ...infer.engine.requests import Request, RequestOutput, ScoreRequest
 from ...infer.engine.stats import Load, Stats
-from ..distributed.engine_commands import apply_commands
 from ..distributed.followers import Followers
+from ..distributed.frames import apply_commands
 from .histogram import ITERATION_BUCKETS, Histogram
 
 

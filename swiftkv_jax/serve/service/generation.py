@@ -12,9 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ...errors import UsageError
-from ...infer.engine.grammar import Matcher
 from ...infer.engine.requests import NOT_FINITE, Logprob, Request, RequestOutput, ScoreRequest
-from ...infer.engine.sampling_params import SamplingParams
 from ...infer.text import TextStream, text_decoder
 from ..errors import APIError, invalid, of_usage
 from ..text.call_parser import AnswerPart, CallParser, ToolCallDelta
@@ -363,33 +361,3 @@ class WaitingPart(NamedTuple):
     def rank(self) -> float:
         """Its place among those that wait with it; fixed, since all of them age alike."""
         return self.generation.times.arrival + PRIORITY_SECONDS * self.generation.priority
-
-
-def request_of(
-    prompt: Prompt,
-    params: SamplingParams,
-    *,
-    rng_stream: int,
-    salt: str,
-    grammar: Matcher | None = None,
-) -> Request:
-    """Make the request that continues a prompt."""
-    return Request(
-        prompt.token_ids,  # type: ignore[arg-type]
-        params,
-        rng_stream=rng_stream,
-        cache_salt=salt,
-        page_keys=prompt.page_keys or None,
-        grammar=grammar,
-    )
-
-
-def score_of(prompt: Prompt, top_logprobs: int, *, salt: str) -> ScoreRequest:
-    """Make the request for the log-probabilities of all tokens of a prompt but the first."""
-    return ScoreRequest(
-        prompt.token_ids,  # type: ignore[arg-type]
-        start=1,
-        top_logprobs=top_logprobs,
-        cache_salt=salt,
-        page_keys=prompt.page_keys or None,
-    )

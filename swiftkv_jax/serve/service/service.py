@@ -15,7 +15,7 @@ from ...infer.engine.engine import Engine
 from ...infer.engine.requests import RequestOutput
 from ...infer.engine.scheduler import MAX_SKIPS
 from ..distributed.followers import Followers
-from ..distributed.kv_event_publisher import KVEventPublisher
+from ..distributed.kv_events import KVEventPublisher
 from ..errors import APIError, internal, request_timeout
 from ..options import ServerOptions
 from .admission import Admission, FairQueue

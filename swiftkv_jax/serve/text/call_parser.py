@@ -29,6 +29,15 @@ AnswerPart = str | ToolCallDelta
 """Content, or a part of a call."""
 
 
+def begun(text: str, *marks: str) -> str:
+    """Return the longest end of `text` with which one of `marks` begins, without being whole."""
+    longest = max(map(len, marks)) - 1
+    for start in range(max(len(text) - longest, 0), len(text)):
+        if any(mark.startswith(text[start:]) for mark in marks):
+            return text[start:]
+    return ""
+
+
 class CallParser:
     """Reads one answer. A subclass has the states: each reads some of the text, and returns whether
     another may go on."""

@@ -61,6 +61,18 @@ class Truncation(NamedTuple):
         return ids[: self.num_tokens]
 
 
+class Encoding(NamedTuple):
+    """The way in which texts or messages become prompts."""
+
+    salt: str
+    param: str = "messages"
+    """Field that errors name."""
+    add_special_tokens: bool = False
+    truncation: Truncation | None = None
+    counting: bool = False
+    """True if nothing continues the prompts: they may be empty, or too long (`COUNTED`)."""
+
+
 class PromptEncoder:
     """Makes prompts of what clients send."""
 
@@ -90,29 +102,16 @@ class PromptEncoder:
         self._pool = concurrent.futures.ThreadPoolExecutor(WORKERS, "tokenizer")
         self._long = concurrent.futures.ThreadPoolExecutor(LONG_WORKERS, "tokenizer-long")
 
-    async def encode(
-        self,
-        texts: Sequence[str | list[int]],
-        *,
-        add_special_tokens: bool,
-        salt: str,
-        param: str,
-        truncation: Truncation | None = None,
-        counting: bool = False,
-    ) -> list[Prompt]:
-        """Prompts of texts or token ids. With `counting` nothing continues them: they may be empty,
-        or too long (`COUNTED`). Raises `APIError` that names `param`."""
+    async def encode(self, texts: Sequence[str | list[int]], how: Encoding) -> list[Prompt]:
+        """Prompts of texts or token ids. Raises `APIError`."""
         for text in texts:
             if isinstance(text, str):
-                self._check_length(text, param)
-            elif len(text) > self._max_model_len and truncation is None:
-                raise self._too_long(len(text), param)
+                self._check_length(text, how.param)
+            elif len(text) > self._max_model_len and how.truncation is None:
+                raise self._too_long(len(text), how.param)
 
         def work() -> list[Prompt]:
-            return [
-                self._prompt(text, add_special_tokens, salt, param, truncation, counting)
-                for text in texts
-            ]
+            return [self._prompt(text, how) for text in texts]
 
         length = sum(map(len, texts))
         has_text = any(isinstance(text, str) for text in texts)
@@ -123,21 +122,17 @@ class PromptEncoder:
     async def encode_chat(
         self,
         messages: Sequence[Message],
+        how: Encoding,
         *,
         num_bytes: int,
-        salt: str,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        add_special_tokens: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
-        truncation: Truncation | None = None,
-        counting: bool = False,
     ) -> Prompt:
         """The prompt of a conversation of some `num_bytes`, with the tools that it may call, as
         OpenAI's objects, and further `variables` of the template. What all of them spell is text:
-        special tokens are the template's alone. `counting` is that of `encode`. Raises
-        `APIError`."""
+        special tokens are the template's alone. Raises `APIError`."""
 
         def work() -> Prompt:
             rendered = [message.rendered(number) for number, message in enumerate(messages)]
@@ -173,9 +168,8 @@ class PromptEncoder:
                         [self._specials[int(segment)]], add_special_tokens=False
                     )[0].ids
                 elif segment:
-                    ids += self._ids(segment, add_special_tokens and not number)
-            made = np.asarray(ids, np.int32)
-            return self._made(made, salt, text, "messages", truncation, counting)
+                    ids += self._ids(segment, how.add_special_tokens and not number)
+            return self._made(np.asarray(ids, np.int32), text, how)
 
         return await self.in_thread(work, num_bytes)
 
@@ -206,47 +200,28 @@ class PromptEncoder:
 
     # In a thread -----------------------------------------------------------------
 
-    def _prompt(
-        self,
-        text: str | list[int],
-        add_special_tokens: bool,
-        salt: str,
-        param: str,
-        truncation: Truncation | None,
-        counting: bool,
-    ) -> Prompt:
+    def _prompt(self, text: str | list[int], how: Encoding) -> Prompt:
         if not isinstance(text, str):
-            ids = self._checked(text, param)
-            return self._made(ids, salt, None, param, truncation, counting)
-        if not text and not counting:
-            raise invalid(param, "the prompt is empty")
-        self._check_unicode(text, param)
-        special = add_special_tokens and not brings_first_token(self._tokenizer, text)
+            return self._made(self._checked(text, how.param), None, how)
+        if not text and not how.counting:
+            raise invalid(how.param, "the prompt is empty")
+        self._check_unicode(text, how.param)
+        special = how.add_special_tokens and not brings_first_token(self._tokenizer, text)
         ids = np.asarray(self._ids(text, special), np.int32)
-        is_whole = truncation is None or ids.size <= truncation.num_tokens
-        return self._made(ids, salt, text if is_whole else None, param, truncation, counting)
+        is_whole = how.truncation is None or ids.size <= how.truncation.num_tokens
+        return self._made(ids, text if is_whole else None, how)
 
-    def _made(
-        self,
-        ids: np.ndarray,
-        salt: str,
-        text: str | None,
-        param: str,
-        truncation: Truncation | None,
-        counting: bool,
-    ) -> Prompt:
-        if not ids.size and not counting:
-            raise invalid(param, "the prompt is empty")
-        if truncation is not None:
-            ids = truncation.of(ids)
-        limit = self._max_model_len
-        if counting:
-            limit *= COUNTED
+    def _made(self, ids: np.ndarray, text: str | None, how: Encoding) -> Prompt:
+        if not ids.size and not how.counting:
+            raise invalid(how.param, "the prompt is empty")
+        if how.truncation is not None:
+            ids = how.truncation.of(ids)
+        limit = self._max_model_len * (COUNTED if how.counting else 1)
         if ids.size > limit:
-            raise self._too_long(ids.size, param)
+            raise self._too_long(ids.size, how.param)
         keys = []
-        if self._caching and not counting:
-            keys = page_keys(ids, self.page_size, salt)  # type: ignore[arg-type]
+        if self._caching and not how.counting:
+            keys = page_keys(ids, self.page_size, how.salt)  # type: ignore[arg-type]
         return Prompt(ids, keys, text)
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:

@@ -21,6 +21,7 @@ from ...errors import UsageError
 from ...infer.engine.grammar import Matcher
 from ...infer.structured.reasoning_grammar import ReasoningGrammar
 from ...infer.text import rust_tokenizer
+from .call_parser import begun
 from .token_text import TokenSpellings
 
 logger = logging.getLogger(__name__)
@@ -120,7 +121,7 @@ class ReasoningParser:
 
     def _read_reasoning(self) -> bool:
         at = self._text.find(END)
-        certain = at if at >= 0 else len(self._text) - len(_begun_tag(self._text))
+        certain = at if at >= 0 else len(self._text) - len(begun(self._text, END))
         text = self._text[:certain]
         self._text = self._text[certain:]
         if self._is_blank:
@@ -147,12 +148,6 @@ class ReasoningParser:
             self._content.append(text)
             self._is_blank = False
         return False
-
-
-def _begun_tag(text: str) -> str:
-    """The longest end of `text` with which `END` begins."""
-    at = text.rfind(END[0], max(len(text) - len(END) + 1, 0))
-    return text[at:] if at >= 0 and END.startswith(text[at:]) else ""
 
 
 class Reasoning:

@@ -16,7 +16,7 @@ import re
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from .call_parser import MAX_GAP, MAX_HEAD, MAX_NAME, SPACE, AnswerPart, CallParser
+from .call_parser import MAX_GAP, MAX_HEAD, MAX_NAME, SPACE, AnswerPart, CallParser, begun
 from .tool_formats import FORMATS
 
 _FENCE = "```"
@@ -190,7 +190,7 @@ class ToolCallParser(CallParser):
         """`text` without the separators at its end; with `may_go_on` also without what may become
         one."""
         if may_go_on:
-            text = text.removesuffix(self._begun_marker(text))
+            text = text.removesuffix(begun(text, *self._markers, *_OPENING))
         closing = "]" if self._in_list else ""
         if self._follows_call and not self._stripped(text, f"{SPACE};,[{closing}"):
             return ""
@@ -211,15 +211,6 @@ class ToolCallParser(CallParser):
             if shorter == text:
                 return text
             text = shorter
-
-    def _begun_marker(self, text: str) -> str:
-        """The longest end of `text` with which a marker begins."""
-        markers = (*self._markers, *_OPENING)
-        longest = max(map(len, markers)) - 1
-        for start in range(max(len(text) - longest, 0), len(text)):
-            if any(marker.startswith(text[start:]) for marker in markers):
-                return text[start:]
-        return ""
 
 
 class _Incomplete(Exception):

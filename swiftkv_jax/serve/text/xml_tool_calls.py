@@ -23,7 +23,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .call_parser import MAX_GAP, MAX_HEAD, MAX_NAME, SPACE, AnswerPart, CallParser
+from .call_parser import MAX_GAP, MAX_HEAD, MAX_NAME, SPACE, AnswerPart, CallParser, begun
 from .xml_arguments import argument_json, argument_schema, resolved, types_of
 
 OPEN = "<tool_call>"
@@ -110,8 +110,7 @@ class XMLToolCallParser(CallParser):
         text = self._text
         found = [at for mark in (OPEN, FUNCTION) if (at := text.find(mark)) >= 0]
         if not found:
-            begun = max(_begun(text, OPEN), _begun(text, FUNCTION))
-            certain = self._certain(text[: len(text) - begun])
+            certain = self._certain(text.removesuffix(begun(text, OPEN, FUNCTION)))
             self._emit(text[:certain])
             self._text = text[certain:]
             return False
@@ -196,8 +195,8 @@ class XMLToolCallParser(CallParser):
             self._text = text[quote + 1 :]
             self._state = self._read_string
             return True
-        begun = _BEGUN_END.search(text)
-        certain = begun.start() if begun else len(text)
+        end = _BEGUN_END.search(text)
+        certain = end.start() if end else len(text)
         self._add(text[:certain])
         self._text = text[certain:]
         return False
@@ -294,9 +293,3 @@ def _head(text: str) -> tuple[str, int] | None:
         if mark.startswith(text[at:]):
             return None
     return "", 0
-
-
-def _begun(text: str, mark: str) -> int:
-    """Characters at the end of `text` with which `mark` begins."""
-    at = text.rfind(mark[0], max(len(text) - len(mark) + 1, 0))
-    return len(text) - at if at >= 0 and mark.startswith(text[at:]) else 0
