@@ -3,6 +3,7 @@
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,37 +15,16 @@ import swiftkv_jax as skv
 from tests import tiny
 
 E4M3 = ml_dtypes.float8_e4m3fn
-ARGUMENTS = {
-    "num_bits": 8,
-    "type": "float",
-    "symmetric": True,
-    "group_size": None,
-    "block_structure": None,
-    "actorder": None,
-}
-QUANTIZATION_CONFIG = {  # of Snowflake/Llama-3.1-SwiftKV-8B-Instruct-FP8
-    "config_groups": {
-        "group_0": {
-            "input_activations": ARGUMENTS
-            | {"strategy": "token", "dynamic": True, "observer": None, "observer_kwargs": {}},
-            "output_activations": None,
-            "targets": ["Linear"],
-            "weights": ARGUMENTS
-            | {
-                "strategy": "channel",
-                "dynamic": False,
-                "observer": "minmax",
-                "observer_kwargs": {},
-            },
-        }
-    },
-    "format": "float-quantized",
-    "global_compression_ratio": 2.0148,
-    "ignore": ["lm_head"],
-    "kv_cache_scheme": None,
-    "quant_method": "compressed-tensors",
-    "quantization_status": "compressed",
-}
+PUBLISHED = Path(__file__).parents[1] / "fixtures" / "quantization"
+"""Folder of what programs write to `quantization_config`."""
+
+
+def published(name: str) -> dict[str, Any]:
+    return json.loads((PUBLISHED / f"{name}.json").read_text())
+
+
+# Of Snowflake/Llama-3.1-SwiftKV-8B-Instruct-FP8.
+QUANTIZATION_CONFIG = published("swiftkv-fp8")
 
 
 def fp8_tensors(hf, scale_dtype=np.float32, seed: int = 0) -> dict[str, np.ndarray]:

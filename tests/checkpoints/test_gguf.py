@@ -322,6 +322,12 @@ def test_damaged_files(folder, tmp_path):
     assert say(many_keys).startswith("it ends within its header, at byte ")
 
 
+def test_a_file_beside_a_config_that_is_cut_off(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "model-Q4_K_M.gguf").touch()
+    assert message(tmp_path).startswith("/model-Q4_K_M.gguf: not a complete GGUF file")
+
+
 def test_every_truncation_is_one_line(folder, tmp_path):
     content = (folder / "llama.gguf").read_bytes()
     for size in range(0, 2500, 97):

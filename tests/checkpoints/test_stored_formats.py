@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax import CheckpointError
 from swiftkv_jax.checkpoints import open_any
 from swiftkv_jax.checkpoints.hf_read import load_delta, open_delta
 from swiftkv_jax.checkpoints.quantized import decode, matrices
@@ -21,7 +20,7 @@ from swiftkv_jax.model.quantization import Scheme, dequantize
 from tests import tiny
 from tests.checkpoints import quantized_files
 from tests.checkpoints.fp8_files import assert_same, stored, write
-from tests.checkpoints.quantized_files import FORMATS, directory
+from tests.checkpoints.quantized_files import FORMATS, directory, e2m1
 
 # One matrix -------------------------------------------------------------------
 
@@ -86,6 +85,31 @@ def test_awq():
     np.testing.assert_array_equal(found[:, 0], [0, 4, 1 - 8, 5, 2, 6, 3, 7])
 
 
+def powers(*codes: int) -> np.ndarray:
+    return np.array([codes], np.uint8).view(ml_dtypes.float8_e8m0fnu)
+
+
+def test_every_code_of_mxfp4():
+    """The low four bits of a byte come first."""
+    packed = np.array([[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]], np.uint8)
+    found = decode.decode_mxfp4(packed, powers(128), group_size=32, num_inputs=16)
+    half = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    np.testing.assert_array_equal(found, [[2 * x for x in half] + [-2 * x for x in half]])
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found[0] / 2, [e2m1(code) for code in range(16)])
+
+
+def test_a_power_for_each_32_inputs():
+    """2^(byte - 127), for subnormal numbers of float32 too."""
+    packed = np.full((1, 40), 0x22, np.uint8)  # 1 everywhere
+    found = decode.decode_mxfp4(packed, powers(127, 120, 140), group_size=32, num_inputs=79)
+    expected = np.repeat(np.array([1, 2**-7, 2**13], np.float32), 32)[:79]
+    np.testing.assert_array_equal(found, expected[None])
+    for code in (0, 1, 254):
+        found = decode.decode_mxfp4(packed[:, :1], powers(code), group_size=32, num_inputs=1)
+        assert float(found[0, 0]) == 2.0 ** (code - 127)
+
+
 # Directories ------------------------------------------------------------------
 
 
@@ -100,7 +124,7 @@ def test_a_directory_is_the_model_of_its_decoded_weights(tmp_path, name):
     np.testing.assert_array_equal(skv.logits(model, tokens), skv.logits(plain, tokens))
 
 
-@pytest.mark.parametrize("name", ["fp8 blocks", "W4A16 asymmetric", "gptq", "awq"])
+@pytest.mark.parametrize("name", ["fp8 blocks", "W4A16 asymmetric", "gptq", "awq", "MXFP4"])
 def test_read_straight_into_shards(tmp_path, name, monkeypatch):
     monkeypatch.setattr(matrices, "_CHUNK_ELEMENTS", 300)  # a few rows
     hf, tensors, wide = directory(name)
@@ -110,25 +134,31 @@ def test_read_straight_into_shards(tmp_path, name, monkeypatch):
     assert model.llama.lower.gate.addressable_shards[0].data.shape[1] == 24
 
 
-def test_parts_of_a_matrix_are_read_in_parts(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "rows", "columns", "shapes"),
+    [
+        ("gptq", slice(9, 14), slice(14, 34), {"qweight": (6, 8), "scales": (3, 8)}),
+        ("MXFP4", slice(9, 14), slice(39, 79), {"weight_packed": (5, 32), "weight_scale": (5, 2)}),
+    ],
+)
+def test_parts_of_a_matrix_are_read_in_parts(tmp_path, monkeypatch, name, rows, columns, shapes):
     """Only the words and scales of the groups that are asked for."""
-    hf, tensors, wide = directory("gptq")
+    hf, tensors, wide = directory(name, intermediate_size=128 if name == "MXFP4" else 48)
     opened = open_any(write(tmp_path / "model", hf, tensors))
     assert isinstance(opened.reader, TensorReader)
-    matrix = opened.reader.tensors["model.layers.1.mlp.down_proj.weight"]
+    module = "model.layers.1.mlp.down_proj"
+    matrix = opened.reader.tensors[f"{module}.weight"]
     assert isinstance(matrix, matrices.EncodedMatrix)
-    seen = {}
-    read = matrices.read_block
+    seen, read = {}, matrices.read_block
     monkeypatch.setattr(
         matrices,
         "read_block",
         lambda tensor, index: seen.setdefault(tensor.name, read(tensor, index)),
     )
-    out = np.empty((5, 20), np.float32)
-    matrix.read_into(out, (slice(9, 14), slice(14, 34)))
-    np.testing.assert_array_equal(out, wide[matrix.name][9:14, 14:34])
-    shapes = [seen[f"model.layers.1.mlp.down_proj.{part}"].shape for part in ("qweight", "scales")]
-    assert shapes == [(6, 8), (3, 8)]
+    out = np.empty((rows.stop - rows.start, columns.stop - columns.start), np.float32)
+    matrix.read_into(out, (rows, columns))
+    np.testing.assert_array_equal(out, wide[matrix.name][rows, columns])
+    assert {part: seen[f"{module}.{part}"].shape for part in shapes} == shapes
 
 
 def test_fused_matrices(tmp_path):
@@ -223,128 +253,10 @@ def test_decoded_models_are_plain_ones(tmp_path):
         ("fp8 static", "fp8: 8-bit float, one scale (decoded when read)"),
         ("W8A16", "compressed-tensors: 8-bit int, a scale for each output (decoded when read)"),
         ("gptq", "gptq: 4-bit int, groups of 16 (decoded when read)"),
+        ("MXFP4", "compressed-tensors: 4-bit float, groups of 32 (decoded when read)"),
     ],
 )
 def test_inspect_names_the_format(tmp_path, capsys, name, line):
     hf, tensors, _ = directory(name)
     assert convert(["inspect", str(write(tmp_path / "model", hf, tensors))]) == 0
     assert f"quantization           {line}\n" in capsys.readouterr().out
-
-
-# Errors -----------------------------------------------------------------------
-
-OUT = "model.layers.1.self_attn.o_proj"
-BAD = {  # format, what happens to its tensors, what the error says
-    "no scale": ("gptq", lambda t: t.pop(f"{OUT}.scales"), f"missing: {OUT}.scales$"),
-    "no zeros": (
-        "W4A16 asymmetric",
-        lambda t: t.pop(f"{OUT}.weight_zero_point"),
-        f"missing: {OUT}.weight_zero_point$",
-    ),
-    "zeros too many": (
-        "W4A16",
-        lambda t: t.update({f"{OUT}.weight_zero_point": np.zeros((4, 2), np.int32)}),
-        f"unexpected: {OUT}.weight_zero_point$",
-    ),
-    "zeros of an AWQ without them": (
-        "awq symmetric",
-        lambda t: t[f"{OUT}.qzeros"].fill(0),
-        f"model.safetensors: {OUT}.qzeros has other zeros than 8, but .*zero_point is false; if ",
-    ),
-    "act-order of GPTQ": (
-        "gptq",
-        lambda t: t.update({f"{OUT}.g_idx": t[f"{OUT}.g_idx"][::-1].copy()}),
-        f"model.safetensors: {OUT}.g_idx is not in order: .*quantization_config.desc_act",
-    ),
-    "act-order of packed integers": (
-        "W4A16",
-        lambda t: t.update({f"{OUT}.weight_g_idx": np.zeros(32, np.int32)}),
-        f"unexpected: {OUT}.weight_g_idx$",
-    ),
-    "a bias": (
-        "gptq",
-        lambda t: t.update({f"{OUT}.bias": np.ones(32, np.float16)}),
-        f"model.safetensors: {OUT}.bias is not zero, but config.json says there is no bias$",
-    ),
-    "other groups": (
-        "gptq",
-        lambda t: t.update({f"{OUT}.scales": t[f"{OUT}.scales"][:1].copy()}),
-        rf"wrong shape: {OUT}.scales \[1, 32\], expected \[2, 32\]$",
-    ),
-    "AWQ's order of axes": (
-        "gptq",
-        lambda t: t.update({f"{OUT}.qweight": np.zeros((32, 4), np.int32)}),
-        rf"wrong shape: {OUT}.qweight \[32, 4\], expected \[4, 32\]$",
-    ),
-    "another shape of the matrix": (
-        "W4A16",
-        lambda t: t.update({f"{OUT}.weight_shape": np.array([32, 31])}),
-        rf"{OUT}.weight_shape is \[32, 31\], expected \[32, 32\]$",
-    ),
-    "integers for floats": (
-        "fp8 blocks",
-        lambda t: t.update({f"{OUT}.weight": t[f"{OUT}.weight"].view(np.int8)}),
-        rf"dtype not supported yet: {OUT}.weight I8 \(supported: F8_E4M3\)$",
-    ),
-    "not quantised": (
-        "fp8 blocks",
-        lambda t: [
-            t.pop(f"{OUT}.weight_scale_inv"),
-            t.update({f"{OUT}.weight": np.zeros((32, 32), np.float16)}),
-        ],
-        f"not quantised, though quantization_config says 8-bit float, blocks of 32x32: {OUT}$",
-    ),
-    "quantised all the same": (
-        "fbgemm_fp8",
-        lambda t: t.update({f"{OUT}.weight_scale": np.ones((32, 1), np.float32)}),
-        f"quantised, though quantization_config leaves them out: {OUT}$",
-    ),
-    "scales of activations that are not static": (
-        "fp8 blocks",
-        lambda t: t.update({f"{OUT}.activation_scale": np.ones(1, np.float32)}),
-        f"unexpected: {OUT}.activation_scale$",
-    ),
-    "scales of the cache": (
-        "fp8 static",
-        lambda t: t.update({"model.layers.0.self_attn.k_scale": np.ones(1, np.float32)}),
-        r"model.safetensors: .*self_attn.k_scale: scales of a quantised KV cache are not supported",
-    ),
-    "a scale that is not finite": (
-        "awq",
-        lambda t: t["model.layers.1.mlp.up_proj.scales"].fill(np.inf),
-        r"model.safetensors: .*up_proj.scales has scales that are not finite",
-    ),
-    "a quantised head": (
-        "gptq",
-        lambda t: t.update({"lm_head.qweight": np.zeros((4, 61), np.int32)}),
-        "unexpected: lm_head.qweight$",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_damaged_tensors(tmp_path, case):
-    name, damage, message = BAD[case]
-    hf, tensors, _ = directory(name)
-    damage(tensors)
-    with pytest.raises(CheckpointError, match=message) as error:
-        skv.load(write(tmp_path / "bad", hf, tensors))
-    assert "\n" not in str(error.value)
-
-
-def test_act_order_needs_its_groups(tmp_path):
-    """Groups that `desc_act` may have put out of order are read where `g_idx` says they are not."""
-    hf, tensors, wide = directory("gptq")
-    hf["quantization_config"] = hf["quantization_config"] | {"desc_act": True}
-    model = skv.load(write(tmp_path / "good", hf, tensors))
-    assert_same(model, tiny.model_of({**hf, "quantization_config": None}, wide))
-    del tensors[f"{OUT}.g_idx"]
-    with pytest.raises(CheckpointError, match=f"missing: {OUT}.g_idx$"):
-        skv.load(write(tmp_path / "bad", hf, tensors))
-
-
-def test_a_gguf_file_that_is_cut_off(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(tiny.hf_config()))
-    (tmp_path / "model-Q4_K_M.gguf").touch()
-    with pytest.raises(CheckpointError, match=r"model-Q4_K_M\.gguf: not a complete GGUF file"):
-        skv.load(tmp_path)

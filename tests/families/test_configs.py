@@ -125,6 +125,7 @@ REFUSED = [  # family, fields, what the error says
     ("llama", {"layer_types": [1, {}, [], None]}, "each of the 4 lay"),
     ("llama", {"head_dim": "1" * 4000}, r"head_dim='1{10,40}\.\.\.1{10,40}' must be"),
     ("mixtral", {}, "model_type='mixtral'"),
+    ("gpt_oss", {}, "model_type='gpt_oss'"),
     ("qwen3_moe", {"num_local_experts": 4}, "num_experts=8 and num_local_experts=4 say th"),
     ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_token=9 must be from 1"),
     ("qwen3_moe", {"num_experts_per_tok": 0}, "num_experts_per_tok"),
