@@ -2,6 +2,7 @@
 refuse."""
 
 import warnings
+from typing import Any
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -31,7 +32,7 @@ ONE, BYTES, WORDS = (
 SUPPORTED = r"\(supported: F8_E4M3\)$"
 # Format, the tensors that change (of `OUT` where they begin with a dot), each with its new values,
 # a function of the old ones or None for no tensor, and what the error says.
-BAD = [
+BAD: list[tuple[str, dict[str, Any], str]] = [
     ("fp8", {".weight_scale": None}, "missing: OUT.weight_scale$"),
     ("fp8", {".weight": None}, "missing: OUT.weight$"),
     ("fp8", {"lm_head.weight_scale": ONE}, "unexpected: lm_head.weight_scale$"),
