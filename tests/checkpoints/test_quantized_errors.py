@@ -170,7 +170,7 @@ def test_damaged_tensors(tmp_path, name, changes, message):
         tensor = OUT + tensor if tensor.startswith(".") else tensor
         old = tensors.pop(tensor, None)
         if change is not None:
-            tensors[tensor] = change(old) if callable(change) else change
+            tensors[tensor] = change if isinstance(change, np.ndarray) else change(old)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(CheckpointError, match=message.replace("OUT", OUT)) as error:
