@@ -54,13 +54,6 @@ def test_prompts_and_samples_are_in_order(client):
         assert choice.text == expected(given[number // 2], 9, number % 2)[0]
 
 
-@pytest.mark.parametrize("prompt", [[5, 6, 7], [[5, 6, 7], [8]]])
-def test_prompts_of_token_ids(client, prompt):
-    answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=5)
-    each = prompt if isinstance(prompt[0], list) else [prompt]
-    assert [choice.text for choice in answer.choices] == [expected(ids, 5)[0] for ids in each]
-
-
 def test_a_stream_is_the_whole_answer(client):
     n = 3
     for prompt in PROMPTS:

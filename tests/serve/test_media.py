@@ -48,36 +48,25 @@ def result(*content: Any) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": "a", "content": list(content)}
 
 
-def shape(place: str, part: Any) -> list[dict[str, Any]]:
-    """A conversation with `part` in one of its places."""
-    return {
-        "older turn": [user(text("a"), part), answer("b"), user(text("c"))],
-        "result": [user(text("a")), CALL, result(text("b"), part)],
-        "beside a result": [user(text("a")), CALL, result(text("b")), user(part, text("c"))],
-        "answer": [user(text("a")), {"role": "assistant", "content": [part]}, user(text("c"))],
-        "question before calls": [user(text("a"), part), CALL, result(text("b"))],
-        "result before the last answer": [
-            *(user(text("a")), CALL, result(part), answer("b"), user(text("c")))
-        ],
-    }[place]
-
-
-@pytest.mark.parametrize(
-    "place",
-    [
-        "older turn",
-        "result",
-        "beside a result",
-        "answer",
-        "question before calls",
-        "result before the last answer",
+SHAPES = {
+    "older turn": lambda part: [user(text("a"), part), answer("b"), user(text("c"))],
+    "result": lambda part: [user(text("a")), CALL, result(text("b"), part)],
+    "beside a result": lambda part: [user(text("a")), CALL, result(text("b")), user(part)],
+    "answer": lambda part: [user(text("a")), {"role": "assistant", "content": [part]}, user()],
+    "question before calls": lambda part: [user(text("a"), part), CALL, result(text("b"))],
+    "result before the last answer": lambda part: [
+        *(user(text("a")), CALL, result(part), answer("b"), user(text("c")))
     ],
-)
+}
+"""Conversations with a part in one of their places."""
+
+
+@pytest.mark.parametrize("place", SHAPES)
 @pytest.mark.parametrize(("part", "word"), PARTS)
 def test_a_text_stands_in_the_place_of_what_came_before(server, place, part, word):
     """The prompt is that of the text, token for token."""
     found, expected = (
-        server.post("/tokenize", {"messages": shape(place, one)})
+        server.post("/tokenize", {"messages": SHAPES[place](one)})
         for one in (part, text(TEXT.format(word)))
     )
     assert found[0] == 200 and found == expected
@@ -105,7 +94,7 @@ def test_an_answer_may_go_on_after_what_was_left_out(server):
 
 
 def test_unknown_parts_are_refused_everywhere(server):
-    status, found = server.post(CHAT, {"messages": shape("older turn", {"type": "smell"})})
+    status, found = server.post(CHAT, {"messages": SHAPES["older turn"]({"type": "smell"})})
     assert status == 400 and found["error"]["param"] == "messages[0].content[1].type"
 
 

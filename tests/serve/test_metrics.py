@@ -14,18 +14,6 @@ from swiftkv_jax.serve.service.metrics import Histogram, RecentMaximum, token_bu
 from tests.serve.process import ROOT
 
 BODY = {"prompt": "hello", "max_tokens": 20, "ignore_eos": True}
-# Names that dashboards of vLLM ask for.
-NAMES = """
-num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries
-prefix_cache_hits prompt_tokens generation_tokens num_preemptions request_success
-admission_rejections time_to_first_token_seconds inter_token_latency_seconds
-request_time_per_output_token_seconds e2e_request_latency_seconds request_queue_time_seconds
-request_inference_time_seconds request_prefill_time_seconds request_decode_time_seconds
-request_prompt_tokens request_generation_tokens request_params_max_tokens request_params_n
-num_requests_waiting_by_reason iteration_tokens_total request_max_num_generation_tokens
-request_prefill_kv_computed_tokens prompt_tokens_cached cache_config_info
-gpu_cache_usage_perc gpu_prefix_cache_queries gpu_prefix_cache_hits
-""".split()
 # Upper bounds of their buckets in vLLM 0.33, `v1/metrics/loggers.py`.
 FIRST = ".001 .005 .01 .02 .04 .06 .08 .1 .25 .5 .75 1 2.5 5 7.5 10 20 40 80 160 640 2560"
 BETWEEN = ".01 .025 .05 .075 .1 .15 .2 .3 .4 .5 .75 1 2.5 5 7.5 10 20 40 80"
@@ -48,6 +36,16 @@ BUCKETS = {
     "request_params_n": "1 2 5 10 20",
     "iteration_tokens_total": "1 8 16 32 64 128 256 512 1024 2048 4096 8192 16384",
 }
+# Names that dashboards of vLLM ask for.
+NAMES = (
+    """
+num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries
+prefix_cache_hits prompt_tokens generation_tokens num_preemptions request_success
+admission_rejections num_requests_waiting_by_reason prompt_tokens_cached cache_config_info
+gpu_cache_usage_perc gpu_prefix_cache_queries gpu_prefix_cache_hits
+""".split()
+    + list(BUCKETS)
+)
 
 
 def families(running) -> dict:

@@ -22,7 +22,8 @@ HYBRID = (
 )
 # As DeepSeek-R1's and those of Qwen3's thinking models: the prompt ends with the first tag.
 BEGUN = MESSAGES + "{% if add_generation_prompt %}assistant: <think>\n{% endif %}{# </think> #}"
-SAID = "<think>\nTwo, or so.\n</think>\n\nIt is 4."
+THOUGHT = "<think>\nTwo, or so.\n</think>"
+SAID = THOUGHT + "\n\nIt is 4."
 
 
 def make_reasoning_tokenizer(template: str, *, special: bool = False):
@@ -41,6 +42,16 @@ def hybrid(start):
 @pytest.fixture(scope="module")
 def begun(start):
     return start(engine=ROOM, tokenizer=BEGUN_TOKENIZER, tool_call_parser="llama3_json")
+
+
+@pytest.fixture(scope="module")
+def special(start):
+    return start(engine=ROOM, tokenizer=make_reasoning_tokenizer(HYBRID, special=True))
+
+
+@pytest.fixture(scope="module")
+def unparsed(start):
+    return start(engine=ROOM, tokenizer=HYBRID_TOKENIZER, reasoning_parser="none")
 
 
 def chat(**fields):
@@ -82,28 +93,39 @@ def num_tokens(text: str) -> int:
     return len(HYBRID_TOKENIZER(text, add_special_tokens=False)["input_ids"])
 
 
-def test_the_model_writes_both_tags(hybrid, says):
-    says(SAID, HYBRID_TOKENIZER)
-    message, choice, usage = ask(hybrid, logprobs=True)
-    assert message == {
-        "role": "assistant",
-        "content": "It is 4.",
-        "refusal": None,
-        "reasoning": "Two, or so.",
-    }
-    counted = usage["completion_tokens_details"]["reasoning_tokens"]
-    assert counted == num_tokens("<think>\nTwo, or so.\n</think>")
-    assert usage["completion_tokens"] == num_tokens(SAID) + 1
+OFF = {"chat_template_kwargs": {"enable_thinking": False}}
+FIRST_TAG, NO_TAGS = "assistant: <think>\n", "assistant: <think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("server", "prompt", "said", "fields", "expected", "counted"),
+    [
+        ("hybrid", "assistant: ", SAID, {}, ("Two, or so.", "It is 4."), THOUGHT),
+        ("begun", FIRST_TAG, SAID[8:], {}, ("Two, or so.", "It is 4."), SAID[8:-10]),
+        ("hybrid", NO_TAGS, "It is 4.", OFF, (None, "It is 4."), ""),
+        ("hybrid", NO_TAGS, "It is 4.", {"reasoning_effort": "none"}, (None, "It is 4."), ""),
+        ("hybrid", "assistant: ", "Is <think> 4.", {}, (None, "Is <think> 4."), ""),
+        (
+            "hybrid",
+            "assistant: ",
+            SAID,
+            {"include_reasoning": False},
+            (None, "It is 4."),
+            THOUGHT,
+        ),
+        ("special", "assistant: ", SAID, {}, ("Two, or so.", "It is 4."), THOUGHT),
+        ("unparsed", "assistant: ", SAID, {}, (None, SAID), ""),
+    ],
+)
+def test_reasoning_is_a_field(request, says, server, prompt, said, fields, expected, counted):
+    running = request.getfixturevalue(server)
+    says(said, running.app.tokenizer, prompt)
+    message, choice, usage = ask(running, logprobs=True, **fields)
+    assert (message.get("reasoning"), message["content"]) == expected
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == num_tokens(counted)
+    assert usage["completion_tokens"] == num_tokens(said) + 1
     tokens = [entry["token"] for entry in choice["logprobs"]["content"]]
-    assert "".join(tokens) == SAID + "<|end|>", "tokens of the reasoning too"
-
-
-def test_the_prompt_ends_with_the_first_tag(begun, says):
-    says("Two, or so.\n</think>\n\nIt is 4.", BEGUN_TOKENIZER, "assistant: <think>\n")
-    message, _, usage = ask(begun)
-    assert (message["reasoning"], message["content"]) == ("Two, or so.", "It is 4.")
-    counted = usage["completion_tokens_details"]["reasoning_tokens"]
-    assert counted == num_tokens("Two, or so.\n</think>")
+    assert "".join(tokens) == said + "<|end|>", "tokens of the reasoning too"
 
 
 def test_an_answer_that_ends_in_its_reasoning(begun, hybrid, says):
@@ -121,38 +143,6 @@ def test_an_answer_that_ends_in_its_reasoning(begun, hybrid, says):
     assert message["content"] is None and message["reasoning"] == "Two, or"
 
 
-@pytest.mark.parametrize(
-    "fields", [{"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}]
-)
-def test_reasoning_that_is_switched_off(hybrid, says, fields):
-    says("It is 4.", HYBRID_TOKENIZER, "assistant: <think>\n\n</think>\n\n")
-    message, _, usage = ask(hybrid, **fields)
-    assert message == {"role": "assistant", "content": "It is 4.", "refusal": None}
-    assert usage["completion_tokens_details"]["reasoning_tokens"] == 0
-
-
-def test_an_answer_without_reasoning(hybrid, says):
-    says("It is <think> 4.", HYBRID_TOKENIZER)
-    message, _, usage = ask(hybrid)
-    assert message == {"role": "assistant", "content": "It is <think> 4.", "refusal": None}
-    assert usage["completion_tokens_details"]["reasoning_tokens"] == 0
-
-
-def test_reasoning_may_be_left_out(hybrid, says):
-    says(SAID, HYBRID_TOKENIZER)
-    message, _, usage = ask(hybrid, include_reasoning=False)
-    assert message == {"role": "assistant", "content": "It is 4.", "refusal": None}
-    assert usage["completion_tokens_details"]["reasoning_tokens"] > 0
-
-
-def test_tags_that_are_special_tokens(start, says):
-    tokenizer = make_reasoning_tokenizer(HYBRID, special=True)
-    running = start(engine=ROOM, tokenizer=tokenizer)
-    says(SAID, tokenizer)
-    message, _, _ = ask(running)
-    assert (message["reasoning"], message["content"]) == ("Two, or so.", "It is 4.")
-
-
 def test_tags_of_many_tokens(start, says):
     """Characters, here; the count is exact however many tokens a call decodes."""
     tokenizer = make_tokenizer()
@@ -165,13 +155,6 @@ def test_tags_of_many_tokens(start, says):
         message, _, usage = ask(running, stop=["zzz", "</think>\n"])
         assert (message["reasoning"], message["content"]) == ("Two, or so.", "It is 4.")
         assert usage["completion_tokens_details"]["reasoning_tokens"] == said.index("It")
-
-
-def test_it_stays_in_the_content_without_a_parser(start, says):
-    running = start(engine=ROOM, tokenizer=HYBRID_TOKENIZER, reasoning_parser="none")
-    says(SAID, HYBRID_TOKENIZER)
-    message, _, _ = ask(running)
-    assert message["content"] == SAID and "reasoning" not in message
 
 
 def test_completions_are_as_they_were(hybrid, says):
@@ -198,7 +181,8 @@ def test_a_form_holds_after_the_reasoning(request, name):
     for seed in range(8):
         # All that counts is where tokens are allowed: most of them are of the reasoning.
         body = chat(response_format=form, seed=seed, temperature=1, max_tokens=800)
-        message, choice, _ = ask_once(running, body)
+        (choice,) = running.post(CHAT, body)[1]["choices"]
+        message = choice["message"]
         reasoned += bool(message.get("reasoning"))
         if choice["finish_reason"] == "stop":
             ended += 1
@@ -207,13 +191,6 @@ def test_a_form_holds_after_the_reasoning(request, name):
             assert choice["finish_reason"] == "length"
             assert message["content"] is None or message["content"].startswith("{")
     assert ended > 1 and (reasoned == 8 or name == "hybrid")
-
-
-def ask_once(running, body):
-    status, answer = running.post(CHAT, body)
-    assert status == 200, answer
-    (choice,) = answer["choices"]
-    return choice["message"], choice, answer["usage"]
 
 
 def test_a_form_without_tokens_for_the_tags_holds_at_once(start):

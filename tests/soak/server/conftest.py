@@ -95,6 +95,7 @@ class Soak:
 
     def record(self, key: str, **figures: float) -> None:
         self.figures[key] = figures
+        print(f"\n{key}:", ", ".join(f"{name} {one:.4g}" for name, one in figures.items()))
 
     def limit(self, seconds: float) -> float:
         """What a time may be: on a busy machine more than is asked for."""

@@ -153,12 +153,6 @@ def test_clients_that_leave_leave_nothing_behind(start_mock, soak):
         reason: running.metric("vllm:request_success_total", finished_reason=reason)
         for reason in ("stop", "length", "abort", "error")
     }
-    wasted = running.metric("swiftkv:wasted_tokens_total")
-    print(
-        f"\n{moments.total()} clients: {dict(moments)}; {same} others, all as alone; sequences "
-        f"{found['admitted']}, ends {ends}; tokens of a row after its abort: at most "
-        f"{found['most_late_tokens']}, {wasted:.0f} in all"
-    )
     assert found["admitted"] == sum(ends.values()) and ends["error"] == 0
     assert ends["abort"] > 100 and ends["length"] + ends["stop"] > 100
     assert min(moments[one] for one in (*MOMENTS, "never reads")) > 10 and same > STEADY
@@ -247,7 +241,6 @@ def test_a_model_compiles_nothing_while_clients_leave(checkpoint, soak):
         ):
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        print(f"\n{moments.total()} clients: {dict(moments)}; {same} others, all as alone")
         assert metric(server.url, "swiftkv:compilations_total") == 0
         assert metric(server.url, "vllm:request_success_total", finished_reason="error") == 0
         assert same > STEADY

@@ -54,7 +54,6 @@ def test_streams_of_a_model_end_whole(checkpoint, soak):
         found, last = asyncio.run(streams(port, stop, BODY))
         _, rest = server.process.communicate(timeout=30)
         after = time.monotonic() - last
-    print(f"\nthe process ended {1e3 * after:.0f} ms after the last stream")
     soak.record("drain", end_after_last_stream_ms=1e3 * after)
     assert server.process.returncode == 0 and "Traceback" not in rest, rest
     for answer in found:
@@ -83,7 +82,6 @@ def test_streams_that_take_too_long_say_so(start_mock, soak, signals):
     found, _ = asyncio.run(streams(running.port, stop, BODY))
     assert running.process.wait(30) == 0
     after = time.monotonic() - asked[0]
-    print(f"\n{signals} signals: the process ended after {after:.2f} s")
     soak.record("drain_timeout" if signals == 1 else "drain_second_signal", end_ms=1e3 * after)
     for answer in found:
         event, done = last_events(answer)
@@ -109,6 +107,5 @@ def test_idle_connections_hold_nothing_up(start_mock, soak):
             return time.monotonic() - begun
 
     after = asyncio.run(idle())
-    print(f"\n50 idle connections: the process ended after {after:.2f} s")
     soak.record("drain_idle", end_ms=1e3 * after)
     assert after <= soak.limit(bounds.END_WHEN_IDLE)

@@ -47,8 +47,6 @@ def test_nothing_that_clients_send_is_an_error_of_the_server(start_mock, soak):
     ]
     rng.shuffle(requests)
     statuses: collections.Counter[int] = collections.Counter()
-    kinds: collections.defaultdict[str, collections.Counter[int]]
-    kinds = collections.defaultdict(collections.Counter)
     times: list[float] = []
     memory: list[float] = []
     wrong: list[str] = []
@@ -64,7 +62,6 @@ def test_nothing_that_clients_send_is_an_error_of_the_server(start_mock, soak):
                 times.append(time.monotonic() - begun)
             for status, message in judged(one, content):
                 statuses[status] += 1
-                kinds[one.kind][status] += 1
                 if message:
                     wrong.append(f"{one.kind}: {message}: {one.content[:500]!r}")
 
@@ -83,16 +80,6 @@ def test_nothing_that_clients_send_is_an_error_of_the_server(start_mock, soak):
 
     idle, busy = asyncio.run(all_of_them())
     growth = running.memory() - memory[0]
-    print(f"\n{len(requests)} requests, answers by status: {dict(sorted(statuses.items()))}")
-    for kind, found in sorted(kinds.items()):
-        print(f"  {kind}: {dict(sorted(found.items()))}")
-    print(
-        f"time of an exchange: p50 {1e3 * statistics.median(times):.1f} ms, "
-        f"p99 {1e3 * quantile(times, 0.99):.0f} ms; a good request: idle "
-        f"{1e3 * statistics.median(idle):.1f} ms, meanwhile {1e3 * statistics.median(busy):.1f} ms "
-        f"(p99 {1e3 * quantile(busy, 0.99):.0f} ms, {len(busy)} of them); "
-        f"memory +{growth:.1f} MB"
-    )
     assert not wrong, "\n".join([f"{len(wrong)} answers are wrong", *wrong[:20]])
     assert statuses[200] > 1_000 and statuses[400] > 3_000
     soak.record(

@@ -59,12 +59,6 @@ def test_the_surplus_is_refused_and_the_rest_ends(start_mock, soak):
         probing.cancel()
 
     asyncio.run(all_of_them())
-    print(
-        f"\nanswers {dict(statuses)}; refused after p50 {1e3 * statistics.median(refused):.0f} ms, "
-        f"p99 {1e3 * quantile(refused, 0.99):.0f} ms; /health meanwhile p50 "
-        f"{1e3 * statistics.median(health):.1f} ms, p99 {1e3 * quantile(health, 0.99):.0f} ms, "
-        f"most {1e3 * max(health):.0f} ms of {len(health)}"
-    )
     soak.record(
         "overload",
         refused_p50_ms=1e3 * statistics.median(refused),

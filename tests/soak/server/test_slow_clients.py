@@ -72,17 +72,11 @@ def test_slow_connections_end_on_time(start_mock, soak):
         return idle, busy, memory
 
     idle, busy, memory = asyncio.run(all_of_them())
-    print(
-        f"\n{SLOW} slow connections: a good request p50 {1e3 * statistics.median(busy):.1f} ms, "
-        f"p99 {1e3 * quantile(busy, 0.99):.0f} ms, idle {1e3 * statistics.median(idle):.1f} and "
-        f"{1e3 * quantile(idle, 0.99):.0f}; {1e3 * memory / SLOW:.1f} kB each; limit {TIMEOUT:g} s"
-    )
-    for kind, seconds in ends.items():
-        print(f"  {kind}: closed after {min(seconds):.1f} to {max(seconds):.1f} s")
     every_end = [seconds for found in ends.values() for seconds in found]
     soak.record(
         "slow",
         timeout_s=TIMEOUT,
+        kb_each=1e3 * memory / SLOW,
         first_end_s=min(every_end),
         last_end_s=max(every_end),
         idle_p50_ms=1e3 * statistics.median(idle),
@@ -124,7 +118,6 @@ def test_readers_that_never_read_are_ended(start_mock, soak):
             most = max(most, running.memory())
             time.sleep(0.2)
         running.check_empty()
-    print(f"\n{readers} readers that never read: {(most - before) / readers:.2f} MB each at most")
     soak.record("readers", mb_each=(most - before) / readers)
     assert (most - before) / readers <= bounds.READER_MB
 
@@ -172,15 +165,12 @@ def test_what_is_too_large_is_refused_before_it_is_read(start_mock, soak):
         ("a line of 64 MB", b"GET /", 64 * MB, b"a" * 65536),
         ("a body of unknown length", chunked, 100 * MB, chunk),
     )
-    print()
     for what, head, size, filler in cases:
         sent, answer = send(head, size, filler)
         statuses = [one.status for one in responses(answer)]
-        print(f"{what}: {statuses or 'closed'} after {sent / 1024:.0f} KiB were sent")
         most_sent[what] = sent
         assert statuses in ([], [413], [400], [431])
     asyncio.run(refused_at_once(running.port, length))
-    print(f"memory +{most:.1f} MB at most")
     unknown = most_sent.pop("a body of unknown length")
     sent = max(most_sent.values())
     soak.record(

@@ -60,7 +60,6 @@ def test_streams_are_their_whole(tokenizer):
         whole = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         broken += "\ufffd" in whole
         assert one_by_one == whole, ids
-    print(f"\n{STREAMS} streams, {broken} of them with broken bytes")
     assert STREAMS / 10 < broken < STREAMS
 
 
@@ -80,8 +79,6 @@ def test_hostile_tokens_cost_what_others_do(tokenizer, soak):
         begun = time.perf_counter()
         text_of(tokenizer, ids, iter([8] * LONG))
         seconds[name] = (time.perf_counter() - begun) / LONG
-        print(f"\n{name}: {1e6 * seconds[name]:.1f} us a token", end="")
-    print()
     # Of quadratic work it would be some hundred times as much.
     usual_seconds = seconds["usual text"]
     soak.record("text", hostile_us=1e6 * max(seconds.values()), usual_us=1e6 * usual_seconds)
@@ -108,7 +105,6 @@ def test_the_time_of_a_refusal_tells_nothing_of_a_key(soak):
         lengths.append(length)
         times.append(taken)
     r = correlation(lengths, times)
-    print(f"\n{COMPARISONS} comparisons: r = {r:+.4f}")
     soak.record("keys", r=r)
     assert abs(r) < MAX_CORRELATION
     # The same measure finds a comparison that stops at the first difference.
