@@ -209,7 +209,7 @@ async def _stop_engine(app: App, followers: Followers | None) -> int:
     code = OK
     if failure is not None:
         code = OUT_OF_MEMORY if _is_out_of_memory(failure) else ERROR
-    stop = functools.partial(app.service.engine.stop, STOP_SECONDS)  # type: ignore[union-attr]
+    stop = functools.partial(app.service.engine.stop, STOP_SECONDS)
     if not await asyncio.get_running_loop().run_in_executor(None, stop):
         if not isinstance(failure, ConnectionError):
             faulthandler.dump_traceback(all_threads=True)
@@ -240,7 +240,7 @@ class _Stopping:
         await self._first.wait()
         service = self._app.service
         options = self._app.options
-        if service.engine is None:
+        if not service.is_open:
             service.state = "draining"
             return
         service.is_shutting_down = True

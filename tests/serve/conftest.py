@@ -163,7 +163,6 @@ class Running:
     def busy(self, body: Any, path: str = "/v1/completions", *, rows: int = 1) -> socket.socket:
         """A connection whose request runs, with so many rows of the engine."""
         found = self.connect(body, path)
-        assert self.app.service.engine is not None
         engine = self.app.service.engine
         self.until(lambda: engine.snapshot.load.num_running == rows)
         return found
@@ -192,7 +191,6 @@ class Running:
         """Nothing is held any more, soon."""
         service = self.app.service
         admission = service.admission
-        assert admission is not None and service.engine is not None
         engine = service.engine
         self.until(lambda: service.num_admitted == 0 and engine.snapshot.load.pages_in_use == 0)
         self.until(lambda: not engine._ids)

@@ -15,7 +15,6 @@ def test_only_seconds_with_prompts_that_wait_count():
         engine, _ = mock_engine(max_model_len=64)
         service = Service(ServerOptions(), "tiny")
         service.open(engine, 1000.0)
-        assert service.engine is not None and service.admission is not None
         service.engine.stop()
         admission, stats = service.admission, service.engine.snapshot.stats
         assert admission.max_tokens == 30_000, "what the start has measured"
@@ -54,7 +53,6 @@ def test_requests_of_several_samples_wait_for_as_many_slots():
         engine, _ = mock_engine(slots=4, max_model_len=64)
         service = Service(ServerOptions(), "tiny")
         service.open(engine, 1000.0)
-        assert service.engine is not None and service.admission is not None
         service.engine.stop()
         snapshot = service.engine.snapshot
         load = snapshot.load._replace(num_running=2)

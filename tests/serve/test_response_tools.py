@@ -8,8 +8,8 @@ import openai
 import pytest
 
 from swiftkv_jax.serve.api.response_bodies import ResponsesBody
-from swiftkv_jax.serve.api.response_tools import offered, shown_name
 from swiftkv_jax.serve.api.responses import chat_body
+from swiftkv_jax.serve.api.tools import offered, shown_name
 from swiftkv_jax.serve.bodies.decoding import decode
 from swiftkv_jax.serve.errors import APIError
 from tests.serve.test_forms import ROOM, SCHEMA, check_schema

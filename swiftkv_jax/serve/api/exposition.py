@@ -78,8 +78,8 @@ class _Collector:
     def collect(self) -> Iterator[Metric]:
         versions = {"version": __version__, "jax": importlib.metadata.version("jax")}
         yield self._info("swiftkv:build_info", "Versions.", versions)
-        engine = self._service.engine
-        if engine is not None and self._service.admission is not None:
+        if self._service.is_open:
+            engine = self._service.engine
             yield self._info("vllm:cache_config_info", "The KV cache.", self._service.cache_facts)
             yield self._histogram(engine.iteration_tokens)
             for row in self._of_engine(engine.snapshot, self._service.admission):

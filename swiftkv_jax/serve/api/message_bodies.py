@@ -103,7 +103,7 @@ class CountTokensBody(Body, kw_only=True):
     messages: list[InputMessage]
     system: str | list[Block] | None = None
     tools: list[dict[str, Any]] | None = None
-    """Tools of type `ClientTool`, or of one that `messages.offered` leaves out or refuses."""
+    """Tools of type `ClientTool`, or of one that `tools.client_tools` leaves out or refuses."""
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -6,13 +6,11 @@ https://platform.claude.com/docs/en/api/messages
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from ...text.chat_template import THINKING_SWITCHES
 from ..app import App
-from ..bodies.decoding import convert
 from ..bodies.forms import check_takes_tools
 from ..bodies.media import first_said_now, text_in_place_of
 from ..bodies.params import refuse_fields
@@ -35,7 +33,6 @@ from ..service.generation import Generation
 from .generate import chat_generation
 from .message_bodies import (
     Block,
-    ClientTool,
     CountTokensBody,
     InputMessage,
     MessagesBody,
@@ -45,8 +42,8 @@ from .message_bodies import (
     ToolChoice,
 )
 from .message_events import NO_THREADS, MessageWriter
-from .offered_tools import OfferedTools
 from .run import counted_body, note_ignored
+from .tools import OfferedTools, client_tools
 
 _OF_SERVERS = (
     "server_tool_use",
@@ -60,11 +57,6 @@ _OF_SERVERS = (
     "tool_search_tool_result",
 )
 """Blocks of tools that another server ran. They are left out: no such tool is offered here."""
-_HOSTED = re.compile(
-    r"(web_search|web_fetch|code_execution|tool_search_tool_(bm25|regex)|mcp_toolset)(_\d{8})?"
-)
-"""Types of tools that the server itself would run: they are accepted, and the model is not offered
-them."""
 _OF_BLOCKS = {
     "text": ("text",),
     "thinking": ("thinking",),
@@ -131,7 +123,7 @@ def _chat(
     """(the chat that a body asks for, where each of its messages comes from, its tools). Raises
     `APIError`."""
     _refuse(body)
-    tools = offered(body.tools, ignore_unknown=app.options.unknown_fields == "ignore")
+    tools = client_tools(body.tools, ignore_unknown=app.options.unknown_fields == "ignore")
     note_ignored(exchange, tools.ignored)
     chat, places = chat_body(body, app.template_variables, tools)
     return chat, places, tools
@@ -321,24 +313,3 @@ def _format(format: OutputFormat | None) -> ResponseFormat | None:
     if format is None:
         return None
     return ResponseFormat(type="json_schema", json_schema=JSONSchema(schema=format.schema))
-
-
-def offered(tools: Sequence[dict[str, Any]] | None, *, ignore_unknown: bool) -> OfferedTools:
-    """The functions of `tools`. `ignore_unknown` is that of `decode`. Raises `APIError`."""
-    found = OfferedTools()
-    for number, tool in enumerate(tools or ()):
-        kind = tool.get("type")
-        at = f"tools[{number}]"
-        if isinstance(kind, str) and _HOSTED.fullmatch(kind):
-            found.ignored.append(at)
-            continue
-        if kind not in (None, "custom"):
-            message = (
-                f"a tool of type {str(kind)!r} is not supported: define it as a tool with an "
-                "`input_schema`, without `type`"
-            )
-            raise unsupported(f"{at}.type", message)
-        one, ignored = convert(ClientTool, tool, at, ignore_unknown=ignore_unknown)
-        found.ignored += ignored
-        found.add(at, one.name, one.description, one.input_schema, one.strict)
-    return found

@@ -112,7 +112,7 @@ class ResponsesBody(Body, kw_only=True):
     stream_options: EventOptions | None = None
     text: TextOptions | None = None
     tools: list[dict[str, Any]] | None = None
-    """Tools of any type: `response_tools`."""
+    """Tools of any type: `tools`."""
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None

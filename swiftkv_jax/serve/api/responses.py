@@ -27,11 +27,10 @@ from ..protocol import (
 from ..service.admission import Reservation
 from ..service.generation import Generation
 from .generate import chat_generation
-from .offered_tools import OfferedTools
 from .response_bodies import OF_OTHER_ITEMS, InputItem, ReasoningOptions, ResponsesBody, TextOptions
 from .response_events import ResponseWriter
-from .response_tools import chat_choice, offered, shown_name
 from .run import note_ignored
+from .tools import OfferedTools, chat_choice, offered, shown_name
 
 _OF_ITEMS = {
     "message": ("role", "content"),

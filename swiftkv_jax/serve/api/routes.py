@@ -221,7 +221,7 @@ async def model(app: App, exchange: HTTPExchange) -> None:
 
 
 def _card(app: App, name: str) -> dict[str, Any]:
-    is_open = app.service.engine is not None
+    is_open = app.service.is_open
     return {
         "id": name,
         "object": "model",

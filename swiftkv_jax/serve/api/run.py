@@ -54,7 +54,6 @@ async def run[B: Body](
     service = app.service
     service.check_ready()
     with service.answering():
-        assert service.admission is not None
         reservation = service.admission.reserve(exchange.key)
         try:
             with service.reading():
@@ -99,7 +98,6 @@ async def counted_body[B: Body](
     `APIError` and `ClientGone`."""
     service = app.service
     service.check_ready()
-    assert service.admission is not None
     reservation = Reservation(exchange.key, service.admission)
     try:
         with service.reading():

@@ -27,7 +27,6 @@ class Counts(NamedTuple):
 
     @classmethod
     def of(cls, service: Service) -> Counts:
-        assert service.engine is not None
         snapshot = service.engine.snapshot
         return cls(
             time.monotonic(),
@@ -52,7 +51,6 @@ async def log_load(service: Service) -> None:
 
 def line(service: Service, before: Counts, now: Counts) -> str:
     """Return the line: rates between two times, and what runs now."""
-    assert service.engine is not None
     load = service.engine.snapshot.load
     seconds = max(now.time - before.time, 1e-3)
     queries = now.queries - before.queries

@@ -76,9 +76,11 @@ class Service:
         """Publishes events of the prefix cache; None without `kv_events_config`."""
         if (config := options.kv_events_config) is not None and config.is_enabled:
             self.kv_events = KVEventPublisher(config)
-        self.engine: EngineThread | None = None
+        self.engine: EngineThread
+        self.is_open = False
+        """True once there is an engine."""
         self._followers: Followers | None = None
-        self.admission: Admission | None = None
+        self.admission: Admission
 
     def open(self, engine: Engine, prefill_rate: float, followers: Followers | None = None) -> None:
         """Take requests for an engine that is ready. `prefill_rate` in tokens/s counts until
@@ -113,6 +115,7 @@ class Service:
         batches = self.kv_events and self.kv_events.start(shapes.page_size)
         self.engine = EngineThread(engine, deliver, on_failure, followers, batches and batches.put)
         self.engine.start()
+        self.is_open = True
         if self.state == "starting":
             self.state = "ready"
 
@@ -181,7 +184,6 @@ class Service:
         generation.abort_reason = reason
         if reason == "client":
             self.metrics.disconnects[state_of(generation)] += 1
-        assert self.engine is not None
         for part in generation.parts:
             if part.engine_id < 0:
                 self._queue.remove(generation.queue_key, WaitingPart(generation, part))
@@ -203,7 +205,6 @@ class Service:
     @property
     def _has_room_in_engine(self) -> bool:
         """True if the engine needs one more request."""
-        assert self.engine is not None
         load, waiting = self.engine.snapshot.load, self._num_waiting_in_engine
         free = self.max_num_seqs - load.num_running - load.num_prefilling
         spare = max(int(SPARE * self.max_num_seqs), 2)
@@ -211,14 +212,11 @@ class Service:
 
     @property
     def _num_waiting_in_engine(self) -> int:
-        if self.engine is None:
-            return 0
         snapshot = self.engine.snapshot
         return snapshot.load.num_waiting + self._num_submitted - snapshot.num_taken
 
     def _pump(self) -> None:
         """Submit what waits, as far as the engine needs it."""
-        assert self.engine is not None
         while self._has_room_in_engine:
             if (found := self._queue.pop()) is None:
                 return
@@ -247,7 +245,6 @@ class Service:
         self._backlog.add(others)
 
     def _process(self, events: list[Event]) -> None:
-        assert self.engine is not None
         changed: dict[Generation, None] = {}
         for engine_id, event in events:
             if (found := self._parts.get(engine_id)) is None:
@@ -295,7 +292,8 @@ class Service:
         second: how late this thread is."""
         last_tick = time.monotonic()
         while True:
-            before, is_open = time.monotonic(), self.engine is not None
+            before = time.monotonic()
+            is_open = self.is_open
             await asyncio.sleep(HEARTBEAT_SECONDS)
             now = time.monotonic()
             if is_open:
@@ -306,16 +304,16 @@ class Service:
 
     def tick(self, now: float) -> None:
         """Check deadlines and the engine: one iteration of `watch`."""
-        options, engine, admission = self.options, self.engine, self.admission
-        if engine is None or admission is None or self.state == "failed":
+        if not self.is_open or self.state == "failed":
             return
+        options = self.options
         for generation in list(self._admitted):
             age = now - generation.times.arrival
             if age > options.queue_timeout and self._is_waiting(generation):
                 message = (
                     f"the request has waited {age:.0f} s, longer than {options.queue_timeout:g} s"
                 )
-                headers = {"retry-after": str(admission.retry_after())}
+                headers = {"retry-after": str(self.admission.retry_after())}
                 self._time_out(generation, APIError(408, "queue_timeout", message, headers=headers))
             elif age > generation.timeout:
                 self._time_out(generation, request_timeout(age, generation.timeout))
@@ -325,7 +323,7 @@ class Service:
             if silent > options.stall_timeout:
                 message = f"process {process} has taken no step for {silent:.0f} s"
                 self.fail(ConnectionError(message))
-        stalled = engine.stalled_seconds
+        stalled = self.engine.stalled_seconds
         if stalled > 2 * options.stall_timeout:
             self.fail(TimeoutError(f"the engine has taken no step for {stalled:.0f} s"))
         elif stalled > options.stall_timeout and self.state == "ready":
@@ -336,7 +334,6 @@ class Service:
 
     def _is_waiting(self, generation: Generation) -> bool:
         """Return whether no part of a request has run."""
-        assert self.engine is not None
         waiting = self.engine.snapshot.waiting
         return all(part.engine_id < 0 or part.engine_id in waiting for part in generation.parts)
 
@@ -347,7 +344,6 @@ class Service:
     def _measure_rate(self, now: float) -> None:
         """Over the seconds in which prompts were waiting from beginning to end, for nothing but
         prefill: not for slots, of which a request needs one for each sample, and not for pages."""
-        assert self.engine is not None and self.admission is not None
         snapshot = self.engine.snapshot
         load = snapshot.load
         slots = max((len(part.choices) for one in self._admitted for part in one.parts), default=1)

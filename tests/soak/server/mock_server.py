@@ -48,7 +48,6 @@ class Counts:
     def report(self) -> dict[str, Any]:
         service = self.service
         engine, admission = service.engine, service.admission
-        assert engine is not None and admission is not None
         held = {
             "generations": service.num_admitted,
             "parts": len(service._parts),

@@ -1,7 +1,9 @@
-"""Tools of the Responses API: which of them the model is offered, and under which names."""
+"""Tools of the Responses and Messages APIs: which of them the model is offered, and under which
+names. Those that the server itself would run are accepted, and left out: it has none."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 from collections.abc import Sequence
@@ -9,18 +11,56 @@ from typing import Any
 
 from ..bodies.decoding import convert
 from ..errors import invalid, unsupported
-from ..protocol import AllowedTools, AllowedToolsChoice, FunctionName, NamedToolChoice, ToolChoice
+from ..protocol import (
+    AllowedTools,
+    AllowedToolsChoice,
+    Function,
+    FunctionName,
+    NamedToolChoice,
+    Tool,
+    ToolChoice,
+)
 from ..text.call_parser import MAX_NAME
-from .offered_tools import OfferedTools
+from .message_bodies import ClientTool
 from .response_bodies import AllowedChoice, FunctionChoice, FunctionTool, NamespaceTool
 
 _HOSTED = re.compile(
     "(code_interpreter|file_search|image_generation|mcp|programmatic_tool_calling|tool_search"
     r"|web_search)(_preview)?(_\d{4}_\d\d_\d\d)?"
 )
-"""Types of tools that the server itself would run. This one has none of them: they are accepted,
-and the model is not offered them."""
+"""Types of tools that a server of the Responses API runs."""
+_HOSTED_OF_MESSAGES = re.compile(
+    r"(web_search|web_fetch|code_execution|tool_search_tool_(bm25|regex)|mcp_toolset)(_\d{8})?"
+)
 _JOIN = "__"
+
+
+@dataclasses.dataclass
+class OfferedTools:
+    """The tools of a body that the model may call."""
+
+    tools: list[Tool] = dataclasses.field(default_factory=list)
+    places: list[str] = dataclasses.field(default_factory=list)
+    """Path of each of them in the body."""
+    namespaced: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    """Name that the model has for a function -> (namespace, name)."""
+    ignored: list[str] = dataclasses.field(default_factory=list)
+    """Paths of what has no effect."""
+
+    def add(
+        self,
+        place: str,
+        name: str,
+        description: str | None,
+        parameters: dict[str, Any] | None,
+        strict: bool | None,
+    ) -> None:
+        """Add a function, whose path in the body is `place`."""
+        function = Function(
+            name=name, description=description, parameters=parameters, strict=strict
+        )
+        self.tools.append(Tool(type="function", function=function))
+        self.places.append(place)
 
 
 def chat_choice(choice: Any, tools: OfferedTools) -> ToolChoice | None:
@@ -114,3 +154,25 @@ def shown_name(namespace: str | None, name: str) -> str:
         return joined
     digest = hashlib.sha256(joined.encode()).hexdigest()[:8]
     return f"{joined[: MAX_NAME - 9]}_{digest}"
+
+
+def client_tools(tools: Sequence[dict[str, Any]] | None, *, ignore_unknown: bool) -> OfferedTools:
+    """The functions of `tools` of the Messages API. `ignore_unknown` is that of `decode`. Raises
+    `APIError`."""
+    found = OfferedTools()
+    for number, tool in enumerate(tools or ()):
+        kind = tool.get("type")
+        at = f"tools[{number}]"
+        if isinstance(kind, str) and _HOSTED_OF_MESSAGES.fullmatch(kind):
+            found.ignored.append(at)
+            continue
+        if kind not in (None, "custom"):
+            message = (
+                f"a tool of type {str(kind)!r} is not supported: define it as a tool with an "
+                "`input_schema`, without `type`"
+            )
+            raise unsupported(f"{at}.type", message)
+        one, ignored = convert(ClientTool, tool, at, ignore_unknown=ignore_unknown)
+        found.ignored += ignored
+        found.add(at, one.name, one.description, one.input_schema, one.strict)
+    return found
