@@ -43,7 +43,7 @@ from swiftkv_jax.model.model import Model
 from swiftkv_jax.model.stacks import split_layers
 from swiftkv_jax.model.transformer import Remat
 from swiftkv_jax.process import files
-from swiftkv_jax.train.data.prepare import prepare
+from swiftkv_jax.train.data.prepare import Preparation
 from swiftkv_jax.train.data.sources import DataSource
 from swiftkv_jax.train.recipe import Recipe
 from swiftkv_jax.train.run import loop
@@ -283,7 +283,9 @@ def training_data(args: argparse.Namespace, plan: Plan, teacher: Model) -> tuple
     tokenizer = open_tokenizer(Recipe(model=args.model, data=(), output_dir=args.folder))
     sources = written, args.corpus / corpus.TRAIN
     packed = [
-        prepare(DataSource(str(path)), tokenizer, plan.max_length, args.folder / "data").path
+        Preparation(DataSource(str(path)), tokenizer, plan.max_length)
+        .prepare(args.folder / "data")
+        .path
         for path in sources
     ]
     return tuple(f"{path}:{weight}" for path, weight in zip(packed, GENERATED_SHARE, strict=True))

@@ -31,7 +31,7 @@ from swiftkv_jax.plan.cost import prefill_flops
 from swiftkv_jax.train.__main__ import main as train
 from swiftkv_jax.train.data.dataset import PackedDataset
 from swiftkv_jax.train.data.packing import PackedRow
-from swiftkv_jax.train.data.prepare import prepare
+from swiftkv_jax.train.data.prepare import Preparation
 from swiftkv_jax.train.data.sources import STDLIB, DataSource
 from swiftkv_jax.train.recipe import DEMO
 from swiftkv_jax.train.run.output_folder import CALIBRATION, EXPORT
@@ -79,7 +79,8 @@ def prepared_text(folder: Path) -> tuple[PackedDataset, PackedDataset]:
     tokenizer = open_tokenizer(DEMO)
     source = DataSource(STDLIB)
     training, held_out = (
-        prepare(source, tokenizer, DEMO.max_length, folder, held_out=flag) for flag in (False, True)
+        Preparation(source, tokenizer, DEMO.max_length, flag).prepare(folder)
+        for flag in (False, True)
     )
     return training, held_out
 

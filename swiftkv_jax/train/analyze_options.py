@@ -16,11 +16,11 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from ..cli.fields import option
+from ..cli.fields import check_minimums, option
 from ..cli.model_options import revision
 from ..model.config import GeneratedKV
 from ..model.mesh_shape import MeshShape, parse_mesh
-from .run_options import Init
+from .run_options import Init, check_calibration_tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,13 +78,15 @@ class AnalyzeOptions:
         "tokens for --init closed-form, as far as the text goes (default: 64 per entry of "
         "the hidden state)",
         metavar="N",
+        at_least=1,
     )
-    rows: int = option(16, "packed rows of text to measure on (default: %(default)s)")
-    max_length: int = option(512, "tokens in a row (default: %(default)s)")
+    rows: int = option(16, "packed rows of text to measure on (default: %(default)s)", at_least=1)
+    max_length: int = option(512, "tokens in a row (default: %(default)s)", at_least=1)
     prompt_length: int | None = option(
         None,
         "length of the prompt for which prefill FLOPs are counted (default: 8192, or what the "
         "model has positions for)",
+        at_least=1,
     )
     mesh: MeshShape = option(
         MeshShape(),
@@ -99,3 +101,7 @@ class AnalyzeOptions:
         "where analysis.json, written after each student, and analysis.png go (default: "
         "runs/analyze-MODEL)",
     )
+
+    def __post_init__(self):
+        check_minimums(self)
+        check_calibration_tokens(self.calibration_tokens, self.init)

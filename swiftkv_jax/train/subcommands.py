@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import argparse
 import inspect
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .. import cli
 from ..cli import flags_elsewhere
-from ..cli.fields import add_flags, group
+from ..cli.fields import add_flags
 from ..cli.model_options import ProcessOptions
 from . import analyze_options, calibrate_options
 from .analyze_options import AnalyzeOptions
@@ -20,63 +19,65 @@ from .data.options import PrepareOptions, ShowOptions
 from .run_options import PlanOptions
 
 
-def add_analyze_flags(parser: argparse.ArgumentParser) -> None:
-    add_flags(parser, AnalyzeOptions)
-
-
-def add_calibrate_flags(parser: argparse.ArgumentParser) -> None:
-    add_flags(parser, CalibrationOptions, demo=CALIBRATION_DEMO)
-    add_flags(group(parser, "machine"), ProcessOptions)
-    add_flags(parser, PlanOptions)
-
-
-def add_prepare_flags(parser: argparse.ArgumentParser) -> None:
-    """Tokenise and pack training data into folders, which --data accepts."""
-    add_flags(parser, PrepareOptions)
-
-
-def add_show_flags(parser: argparse.ArgumentParser) -> None:
-    """Print rows of prepared data. Text to be predicted is green on a terminal, and in [[...]]
-    elsewhere."""
-    parser.add_argument("folder", type=Path, help="folder of prepared data")
-    add_flags(parser, ShowOptions)
-
-
-def add_report_flags(parser: argparse.ArgumentParser) -> None:
-    """Write report.html, one page with the curves of a run, into its folder."""
-    parser.add_argument(
-        "folder", metavar="RUN", type=Path, help="the --output-dir of a run, finished or not"
-    )
-
-
 class Subcommand(NamedTuple):
-    """A command: its help and flags, and what runs."""
+    """A command: its help, its flags and the function that runs it."""
 
     description: str | None
-    add_flags: Callable[[argparse.ArgumentParser], None]
+    options: tuple[type, ...]
+    """Classes whose fields are flags."""
     module: str
     """Name of a module in this package."""
     function: str = "main"
+    folder: dict[str, Any] | None = None
+    """Arguments of `add_argument` for the positional argument, a folder."""
+    demo: Any = None
+    """Options where no model is named."""
 
 
 SUBCOMMANDS = {
-    "analyze": Subcommand(analyze_options.__doc__, add_analyze_flags, "analysis.analyze"),
-    "calibrate": Subcommand(calibrate_options.__doc__, add_calibrate_flags, "calibrate"),
-    "prepare": Subcommand(add_prepare_flags.__doc__, add_prepare_flags, "data.commands", "prepare"),
-    "show": Subcommand(add_show_flags.__doc__, add_show_flags, "data.commands", "show"),
-    "report": Subcommand(add_report_flags.__doc__, add_report_flags, "report.report"),
+    "analyze": Subcommand(analyze_options.__doc__, (AnalyzeOptions,), "analysis.analyze"),
+    "calibrate": Subcommand(
+        calibrate_options.__doc__,
+        (CalibrationOptions, ProcessOptions, PlanOptions),
+        "calibrate",
+        demo=CALIBRATION_DEMO,
+    ),
+    "prepare": Subcommand(
+        "Tokenise and pack training data into folders, which --data accepts.",
+        (PrepareOptions,),
+        "data.commands",
+        "prepare",
+    ),
+    "show": Subcommand(
+        "Print rows of prepared data. Text to be predicted is green on a terminal, and in [[...]]\n"
+        "elsewhere.",
+        (ShowOptions,),
+        "data.commands",
+        "show",
+        {"help": "folder of prepared data"},
+    ),
+    "report": Subcommand(
+        "Write report.html, one page with the curves of a run, into its folder.",
+        (),
+        "report.report",
+        folder={"metavar": "RUN", "help": "the --output-dir of a run, finished or not"},
+    ),
 }
 """Subcommands by the first word of the command line."""
 
 
 def parser(name: str) -> argparse.ArgumentParser:
     """The parser of the subcommand `name`."""
+    command = SUBCOMMANDS[name]
     result = cli.ArgumentParser(
         prog=cli.prog(f"train {name}"),
-        description=cli.as_called(inspect.cleandoc(SUBCOMMANDS[name].description or "")),
+        description=cli.as_called(inspect.cleandoc(command.description or "")),
         elsewhere=flags_elsewhere.TRAINER,
     )
-    SUBCOMMANDS[name].add_flags(result)
+    if command.folder is not None:
+        result.add_argument("folder", type=Path, **command.folder)
+    for options in command.options:
+        add_flags(result, options, demo=command.demo)
     return result
 
 

@@ -24,7 +24,7 @@ from swiftkv_jax.model.transformer import run_lower_layers, teacher
 from swiftkv_jax.train.analysis import cut_kv, sweep_programs
 from swiftkv_jax.train.analysis.cut_kv import plan_passes
 from swiftkv_jax.train.analysis.cut_list import possible_cuts
-from swiftkv_jax.train.analysis.sweep import Analysis, analyze_cuts
+from swiftkv_jax.train.analysis.sweep import Analysis, Sweep, measure_all
 from swiftkv_jax.train.loss import far_tokens
 from swiftkv_jax.train.loss.distill import Objective, distill_sums
 from swiftkv_jax.train.loss.far_tokens import only_far
@@ -69,9 +69,16 @@ PROGRAMS: tuple[Any, ...] = (
 direct_sums: Any = jax.jit(distill_sums, static_argnums=0, static_argnames="objective")
 
 
-def analyzed(init: Init = "closed-form", **changes) -> Analysis:
+def analyze_cuts(config: Config, llama: Llama, batches, cuts, **changes) -> Analysis:
+    """Of students of boundary at the `cuts` (K, g), sorted."""
     arguments = {"prompt_length": 100, "attention": Attention(), "calibration": OTHERS}
-    return analyze_cuts(CONFIG, LLAMA, BATCHES, CUTS, init=init, **(arguments | changes))
+    lowest = min(k for k, _ in cuts)
+    sweep = Sweep(config, llama, batches, lowest=lowest, **(arguments | changes))
+    return sweep.summary(measure_all(sweep, [(k, g, "boundary") for k, g in cuts]))
+
+
+def analyzed(init: Init = "closed-form", **changes) -> Analysis:
+    return analyze_cuts(CONFIG, LLAMA, BATCHES, CUTS, init=init, **changes)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -134,15 +141,7 @@ def test_more_layers_take_no_more_programs():
         llama = init_llama(config, jax.random.key(0))
         cuts, _ = possible_cuts(config, range(1, num_layers), (1, 2), "closed-form")
         compiled.clear()
-        analyze_cuts(
-            config,
-            llama,
-            BATCHES,
-            cuts,
-            prompt_length=100,
-            attention=Attention(),
-            calibration=OTHERS,
-        )
+        analyze_cuts(config, llama, BATCHES, cuts)
         counts.append(compiled.count("/jax/core/compile/backend_compile_duration"))
     assert 5 < counts[1] <= counts[0]
 
@@ -313,15 +312,8 @@ def test_a_mesh_gives_the_same(analysis):
     llama = jax.device_put(LLAMA, llama_shardings(CONFIG, mesh))
     batches = [jax.device_put(batch, batch_sharding(mesh)) for batch in BATCHES]
     others = [jax.device_put(batch, batch_sharding(mesh)) for batch in OTHERS]
-    ours = analyze_cuts(
-        CONFIG,
-        llama,
-        batches,
-        CUTS,
-        prompt_length=100,
-        attention=Attention(mesh),
-        calibration=others,
-    )
+    attention = Attention(mesh)
+    ours = analyze_cuts(CONFIG, llama, batches, CUTS, attention=attention, calibration=others)
     np.testing.assert_allclose(
         [cut.kl for cut in ours.cuts], [cut.kl for cut in analysis.cuts], rtol=1e-4, atol=1e-6
     )

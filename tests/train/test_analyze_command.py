@@ -12,13 +12,12 @@ import pytest
 from swiftkv_jax import demo
 from swiftkv_jax.calibration import LayerFit
 from swiftkv_jax.errors import DataError
-from swiftkv_jax.model.attention import Attention
 from swiftkv_jax.train.__main__ import main
 from swiftkv_jax.train.analysis import analyze
 from swiftkv_jax.train.analysis.analysis_table import describe_dips
-from swiftkv_jax.train.analysis.sweep import CutResult, LayerR2, Sweep, analyze_cuts
+from swiftkv_jax.train.analysis.sweep import CutResult, LayerR2, Sweep
 from swiftkv_jax.train.loss import far_tokens
-from tests.train.test_analyze import BATCHES, CONFIG, LLAMA
+from tests.train.test_analyze import BATCHES, CONFIG, LLAMA, analyze_cuts
 from tests.train.test_recommendation import cut as made_cut
 
 FUNCTION = "def f(x):\n    return x + 1\n\n\n"
@@ -116,7 +115,7 @@ def test_the_demo_models_cliff(tmp_path, capsys):
     assert len(lost) == 1 + len(improved) and max(lost[1:]) < lost[0] / 3
 
 
-def test_the_command_with_copies_needs_no_other_text(tmp_path, capsys):
+def test_the_command_with_copies_needs_no_other_text(tmp_path, capsys, log):
     """A document as long as a row: all of it is measured."""
     result = run_command(tmp_path, FUNCTION, "--init", "leader", "--generated-kv", "boundary")
     output = capsys.readouterr().out
@@ -126,6 +125,7 @@ def test_the_command_with_copies_needs_no_other_text(tmp_path, capsys):
     assert all(row["far nats"] == "none" for row in rows_of(output, 4))
     assert result["recommendation"] is None
     assert output.splitlines()[-1] == "no recommendation: it needs students in closed form (`init`)"
+    assert not any(each.levelname == "WARNING" for each in log.records), "they are fitted to none"
 
 
 def test_one_row_has_no_errors_and_the_next_command_fits_the_model(tmp_path, capsys, log):
@@ -138,6 +138,8 @@ def test_one_row_has_no_errors_and_the_next_command_fits_the_model(tmp_path, cap
     assert "±" not in capsys.readouterr().out
     assert " --max-length 1024 " in result["recommendation"]["command"]
     assert any(message.startswith("`exact_tail` is 0, not 64: ") for message in log.messages)
+    (warning,) = (each.getMessage() for each in log.records if each.levelname == "WARNING")
+    assert warning.startswith("calibrated on 50 tokens only, for a hidden state of 128")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, DataError("made up")])
@@ -180,17 +182,6 @@ def test_dips_are_compared_with_the_same_fit():
         assert lines == [f"K=2: the keys of layer 3 dip, R2 of the fit {expected}"]
 
 
-def test_few_tokens_to_calibrate_on_are_warned_of(tmp_path, log):
-    """Once, as `calibrate` warns, whatever the number of cuts; copies are fitted to none."""
-    run_command(tmp_path, FUNCTION * 20, "--calibration-tokens", "50")
-    warnings = [record.getMessage() for record in log.records if record.levelname == "WARNING"]
-    assert len(warnings) == 1
-    assert warnings[0].startswith("calibrated on 50 tokens only, for a hidden state of 128")
-    log.clear()
-    run_command(tmp_path, FUNCTION * 20, "--init", "leader")
-    assert not any(record.levelname == "WARNING" for record in log.records)
-
-
 def test_without_text_to_calibrate_on_there_is_one_line(tmp_path, capsys):
     (tmp_path / "code.txt").write_text(FUNCTION)
     data = ["--data", str(tmp_path / "code.txt"), "--output-dir", str(tmp_path / "out")]
@@ -201,12 +192,10 @@ def test_without_text_to_calibrate_on_there_is_one_line(tmp_path, capsys):
 
 
 def test_without_matplotlib_there_is_no_picture(tmp_path, monkeypatch, log):
-    analysis = analyze_cuts(
-        CONFIG, LLAMA, BATCHES, [(5, 1)], prompt_length=9, attention=Attention(), init="leader"
-    )
+    analysis = analyze_cuts(CONFIG, LLAMA, BATCHES, [(5, 1)], init="leader")
     monkeypatch.setattr(analyze, "matplotlib_missing", lambda: "pip install it")
     options = analyze.AnalyzeOptions(groups="1", output_dir=tmp_path)
-    found = analyze.Findings(analysis, None, 6, analyze.settle(options))
+    found = analyze.Findings(analysis, None, analyze.settle(options))
     analyze.write(found, options)
     assert [file.name for file in tmp_path.iterdir()] == ["analysis.json"]
     assert "no analysis.png: pip install it" in log.messages

@@ -105,7 +105,7 @@ def test_a_run_that_continues_does_not_calibrate_again(folder, monkeypatch):
     def fail(*_):
         raise AssertionError("calibrated again")
 
-    monkeypatch.setattr(start, "initialize_delta", fail)
+    monkeypatch.setattr(start, "fitted_delta", fail)
     assert train(folder, "again") == 0
     assert weights(run) == weights(folder / "run")
 

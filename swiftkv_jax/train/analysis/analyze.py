@@ -31,7 +31,6 @@ from ..data.batches import batches_of
 from ..data.excerpts import read_excerpts
 from ..recipe import DEMO, Recipe
 from ..report.plots import draw_analysis
-from ..run_options import check_calibration_tokens
 from .analysis_table import table
 from .cut_list import NamedCut, parse_cuts, possible_cuts
 from .cut_search import search
@@ -77,8 +76,11 @@ class Findings(NamedTuple):
     analysis: Analysis
     recommendation: Recommendation | None
     """None where nothing can be said about the budget."""
-    num_layers: int
     settings: SweepSettings
+
+    @property
+    def num_layers(self) -> int:
+        return self.settings.config.num_layers
 
 
 def main(args: argparse.Namespace) -> int:
@@ -167,8 +169,7 @@ def measure(
 
     def write_so_far() -> None:
         so_far = sweep.summary(sweep.results, finished=False)
-        found = Findings(so_far, None, config.num_layers, settings)
-        write_document(found, options, finished=False)
+        write_document(Findings(so_far, None, settings), options, finished=False)
 
     if keep:
         sweep.on_result = write_so_far
@@ -187,7 +188,7 @@ def measure(
     recommendation = None
     if options.init == "closed-form":
         recommendation = recommend(cuts, settings.budget, analysis.far_tokens)
-    return Findings(analysis, recommendation, config.num_layers, settings)
+    return Findings(analysis, recommendation, settings)
 
 
 def conclusion(found: Findings, options: AnalyzeOptions) -> str:
@@ -216,7 +217,6 @@ def settle(options: AnalyzeOptions) -> SweepSettings:
     """Raises `UsageError` for options that do not fit the model."""
     if options.model and not options.data:
         raise UsageError("`model` also needs `data`")
-    check_calibration_tokens(options.calibration_tokens, options.init)
     model = str(local_path(options.model or DEMO.model, options.revision))
     found = open_any(model).config
     config = dataclasses.replace(found.cut(found.num_layers), generated_kv="boundary", exact_tail=0)
@@ -267,16 +267,11 @@ def parse_groups(text: str) -> list[int]:
 
 
 def checked_lengths(options: AnalyzeOptions, config: Config) -> int:
-    """The prompt length. Raises `UsageError` for numbers below 1 and rows longer than the model."""
+    """The prompt length. Raises `UsageError` for rows and prompts longer than the model's."""
     prompt_length = options.prompt_length
     if prompt_length is None:
         prompt_length = min(8192, config.max_position_embeddings)
-    lengths = {"max_length": options.max_length, "prompt_length": prompt_length}
-    counts = {"rows": options.rows, "calibration_tokens": options.calibration_tokens}
-    for name, value in (counts | lengths).items():
-        if value is not None and value < 1:
-            raise UsageError(f"`{name}`={value}: must be at least 1")
-    for name, value in lengths.items():
+    for name, value in {"max_length": options.max_length, "prompt_length": prompt_length}.items():
         if value > config.max_position_embeddings:
             raise UsageError(
                 f"`{name}`={value}: this model has {config.max_position_embeddings} positions"
@@ -299,7 +294,7 @@ def write(found: Findings, options: AnalyzeOptions) -> None:
 
 def write_document(found: Findings, options: AnalyzeOptions, *, finished: bool = True) -> None:
     """`analysis.json`."""
-    analysis, recommendation, num_layers, settings = found
+    analysis, recommendation, settings = found
     facts = provenance() | {
         "finished": finished,
         "model": settings.model,
@@ -307,15 +302,14 @@ def write_document(found: Findings, options: AnalyzeOptions, *, finished: bool =
         "dtype": options.dtype,
         "max_length": options.max_length,
         "prompt_length": settings.prompt_length,
-        "num_layers": num_layers,
+        "num_layers": found.num_layers,
         "options": recorded_options(options),
         "budget": {
             "max_perplexity_loss": settings.budget.perplexity_loss,
             "max_far_loss": settings.budget.far_loss,
         },
-        "recommendation": None
-        if recommendation is None
-        else recommendation.record(num_layers, *_next_run(options, settings)),
+        "recommendation": recommendation
+        and recommendation.record(found.num_layers, *_next_run(options, settings)),
     }
     write_json(settings.folder / ANALYSIS, facts | dataclasses.asdict(analysis))
 

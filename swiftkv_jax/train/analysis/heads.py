@@ -134,17 +134,9 @@ def cut_off(heads: Sequence[LayerHeads], first_skipped: int) -> tuple[list[int],
     the keys of others need. Prompt tokens run the attention of the layers below
     `first_skipped`."""
     previous = [each.layer for each in heads[first_skipped:] if each.has_previous_token]
-    if not previous:
-        return [], []
-    induction = [each.layer for each in heads[previous[0] + 1 :] if each.has_induction]
-    return (
-        ([layer for layer in previous if layer < induction[-1]], induction)
-        if induction
-        else (
-            [],
-            [],
-        )
-    )
+    first = min(previous, default=len(heads))
+    induction = [each.layer for each in heads[first + 1 :] if each.has_induction]
+    return [layer for layer in previous if layer < max(induction, default=0)], induction
 
 
 def describe_heads(heads: Sequence[LayerHeads]) -> str:

@@ -320,33 +320,6 @@ class Sweep:
         return run
 
 
-def analyze_cuts(
-    config: Config,
-    llama: Llama,
-    batches: Sequence[Batch],
-    cuts: Sequence[tuple[int, int]],
-    *,
-    prompt_length: int,
-    attention: Attention,
-    init: Init = "closed-form",
-    calibration: Sequence[Batch] = (),
-) -> Analysis:
-    """Run teacher and students over `batches`, see `Sweep`. `cuts` are (K, g), sorted. Raises
-    `ValueError` if there is no token to fit to."""
-    sweep = Sweep(
-        config,
-        llama,
-        batches,
-        prompt_length=prompt_length,
-        attention=attention,
-        init=init,
-        calibration=calibration,
-        lowest=min(k for k, _ in cuts),
-    )
-    boundary: GeneratedKV = "boundary"
-    return sweep.summary(measure_all(sweep, [(k, g, boundary) for k, g in cuts]))
-
-
 def measure_all(sweep: Sweep, students: Sequence[Student]) -> list[CutResult]:
     """Measurements of students without prompt layers and taps, in their order."""
     if not students:

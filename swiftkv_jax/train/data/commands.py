@@ -22,12 +22,7 @@ from ...errors import UsageError
 from .dataset import PackedDataset, is_packed_dataset
 from .options import PrepareOptions, ShowOptions
 from .packing import PackedRow
-from .prepare import (
-    build,
-    check_dataset,
-    describe_dataset,
-    tokenizer_fingerprint,
-)
+from .prepare import Preparation, check_dataset, describe_dataset, tokenizer_fingerprint
 from .sources import DataSource, parse_source
 
 _GREEN = "\x1b[32m"
@@ -51,13 +46,9 @@ def prepare(args: argparse.Namespace) -> int:
             raise UsageError(
                 f"`data`={source.path}: prepared already; give it to training as it is"
             )
-        build(
-            source,
-            tokenizer,
-            options.max_length,
-            path,
-            max_unreadable_share=options.max_unreadable_share,
-        )
+        share = options.max_unreadable_share
+        made = Preparation(source, tokenizer, options.max_length, max_unreadable_share=share)
+        made.build(path)
     print(
         " ".join(
             f"--data {_argument(path, source)}" for source, path in zip(sources, paths, strict=True)

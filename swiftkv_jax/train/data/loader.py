@@ -13,7 +13,6 @@ import functools
 import hashlib
 import itertools
 import math
-import signal
 from collections.abc import Generator, Iterator, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -125,16 +124,12 @@ def batches(
     loss_mask: LossMask = "shifted",
     padding: Padding = "separate",
     own_tail: int | None = None,
-    workers: int = 0,
 ) -> Generator[LocalBatch, None, None]:
     """Batches `start` to `stop - 1` of the endless shuffled mixture, or of those of its `rows`,
     whose last batch is filled with empty ones. One of `stop` and `rows` is given.
 
     `positions` are those of the batch's `batch_size` rows that this process needs; it reads no
-    others. `own_tail` as in `PackedRow.fields`. Threads read ahead; with `workers` they run in as
-    many processes of Grain's, which start in seconds and pay off only where one process cannot
-    unpack rows as fast as they are used. The batches are the same. Close the generator to stop
-    reading ahead.
+    others. `own_tail` as in `PackedRow.fields`. Threads read ahead until the generator is closed.
     """
     shuffled = [_shuffled(data, seed, number) for number, data in enumerate(mixture.datasets)]
 
@@ -159,12 +154,7 @@ def batches(
     if stop is None:
         assert rows is not None
         stop = math.ceil(len(rows) / batch_size)
-    found = grain.MapDataset.range(start, stop).map(read)
-    dataset = (
-        _in_processes(found.to_iter_dataset(_READ), workers).map(stack)
-        if workers
-        else found.map(stack).to_iter_dataset(_READ)
-    )
+    dataset = grain.MapDataset.range(start, stop).map(read).map(stack).to_iter_dataset(_READ)
     with contextlib.closing(iter(dataset)) as iterator:
         yield from iterator
 
@@ -248,27 +238,6 @@ def _shuffled(data: PackedDataset, seed: int, number: int) -> Any:
     independently."""
     dataset_seed = int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
     return _numbered(data).shuffle(seed=dataset_seed).repeat()
-
-
-def _in_processes(dataset: Any, workers: int) -> Any:
-    """The same elements in the same order, worker w reading every `workers`-th from the w-th on.
-
-    They cross as pickled rows, not as arrays: Grain passes arrays through shared memory, and those
-    in flight at the end leak.
-    """
-    from absl import flags
-
-    # Grain asks absl for a flag that only programs with absl's own `main` have parsed
-    flags.FLAGS.mark_as_parsed()
-    return dataset.mp_prefetch(
-        grain.MultiprocessingOptions(workers), worker_init_fn=_ignore_interrupts
-    )
-
-
-def _ignore_interrupts(worker: int, workers: int) -> None:
-    """Ctrl-C goes to every process of a terminal; a run that finishes its step first still needs
-    its workers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _stack(

@@ -3,6 +3,7 @@ in every run with the same data and tokenizer."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -39,77 +40,131 @@ _REPORTED_AT_ONCE = 10
 _ROWS_BEFORE_STOP = 1000
 
 
-def prepare(
-    source: DataSource,
-    tokenizer: Any,
-    length: int,
-    cache: Path,
-    *,
-    held_out: bool = False,
-    max_unreadable_share: float = MAX_UNREADABLE_SHARE,
-) -> PackedDataset:
-    """The source as packed rows of `length` tokens: itself if it is a packed dataset, else one in
-    the folder `cache`, built if it is not there.
+@dataclasses.dataclass(frozen=True)
+class Preparation:
+    """Makes packed rows of `length` tokens from a source. With several processes all of them call
+    its methods, and folders are ones that they share: process 0 builds."""
 
-    A dataset in the cache is used again while the source's files (path, size, time of change), the
-    tokenizer and the length are the same. With several processes all of them call this, and `cache`
-    is a folder they share: process 0 builds. Raises `DataError`, or `UsageError` if the source does
-    not exist.
-    """
-    tokenizer_id = tokenizer_fingerprint(tokenizer)
-    if is_packed_dataset(Path(source.path)):
-        return check_dataset(PackedDataset(Path(source.path)), length, tokenizer_id)
+    source: DataSource
+    tokenizer: Any
+    length: int
+    held_out: bool = False
+    max_unreadable_share: float = MAX_UNREADABLE_SHARE
 
-    def look_up() -> np.ndarray:
-        key = _key(find_files(source, held_out=held_out), tokenizer_id, length)
-        return np.array(
-            [*np.frombuffer(key, np.uint32), is_packed_dataset(cache / _folder(source, key))],
-            np.uint32,
+    def prepare(self, cache: Path) -> PackedDataset:
+        """The source itself if it is a packed dataset, else one in the folder `cache`, built if it
+        is not there.
+
+        A dataset in the cache is used again while the source's files (path, size, time of change),
+        the tokenizer and the length are the same. Raises `DataError`, or `UsageError` if the source
+        does not exist.
+        """
+        tokenizer_id = tokenizer_fingerprint(self.tokenizer)
+        given = Path(self.source.path)
+        if is_packed_dataset(given):
+            return check_dataset(PackedDataset(given), self.length, tokenizer_id)
+
+        def look_up() -> np.ndarray:
+            key = _key(self._files(), tokenizer_id, self.length)
+            found = is_packed_dataset(cache / _folder(self.source, key))
+            return np.array([*np.frombuffer(key, np.uint32), found], np.uint32)
+
+        *words, found = run_on_process_0(look_up, np.zeros(5, np.uint32))
+        path = cache / _folder(self.source, np.array(words, np.uint32).tobytes())
+        if not found:
+            return self.build(path)
+        dataset = check_dataset(PackedDataset(path), self.length, tokenizer_id)
+        manifest = dataset.manifest
+        first = (path / UNREADABLE).read_text(encoding="utf-8").partition("\n")[0]
+        read = manifest.documents + manifest.unreadable
+        self._check_unreadable(manifest.unreadable, read, first)  # the limit may be another now
+        logger.info("%s%s; prepared before", "held-out " * self.held_out, describe_dataset(dataset))
+        return dataset
+
+    def build(self, path: Path) -> PackedDataset:
+        """A new packed dataset at `path`, which appears complete or not at all. Raises `DataError`,
+        or `UsageError` if `path` exists or the source does not."""
+        with new_directory(path) as partial:
+            run_on_process_0(lambda: write_manifest(partial, self._write(partial)), None)
+        dataset = PackedDataset(path)
+        logger.info("%s%s", "held-out " * self.held_out, describe_dataset(dataset))
+        return dataset
+
+    def _files(self) -> list[Path]:
+        return find_files(self.source, held_out=self.held_out)
+
+    def _write(self, folder: Path) -> Manifest:
+        """All of a dataset but its manifest, which is returned."""
+        files = self._files()
+        # Before reading: a file that changes meanwhile must not pass for what was read.
+        described = _describe_files(files)
+        rows = itertools.chain.from_iterable(map(read_file, files))
+        examples = tqdm(
+            tokenize(rows, self.tokenizer),
+            desc=f"preparing {self.source.name}",
+            unit=" rows",
+            leave=False,
+            disable=None,
+        )
+        with (folder / UNREADABLE).open("w", encoding="utf-8", errors="backslashreplace") as report:
+            counts = _Counts()
+            readable = self._readable(examples, counts, report)
+            totals = write_rows(folder / ROWS, pack(readable, self.length), self.length)
+        self._check_unreadable(counts.unreadable, counts.read, counts.first)
+        if not totals.targets:
+            raise DataError(
+                f"{self.source.path}: it holds no token to predict: it is empty, or every row is "
+                f"blank"
+            )
+        return Manifest(
+            source=self.source.path,
+            files=described,
+            tokenizer=tokenizer_fingerprint(self.tokenizer),
+            length=self.length,
+            documents=counts.read - counts.unreadable,
+            unreadable=counts.unreadable,
+            fill=totals.tokens / (totals.rows * self.length),
+            tokenization=VERSION,
+            **dataclasses.asdict(totals),
         )
 
-    *words, found = run_on_process_0(look_up, np.zeros(5, np.uint32))
-    path = cache / _folder(source, np.array(words, np.uint32).tobytes())
-    if not found:
-        return build(
-            source,
-            tokenizer,
-            length,
-            path,
-            held_out=held_out,
-            max_unreadable_share=max_unreadable_share,
-        )
-    dataset = check_dataset(PackedDataset(path), length, tokenizer_id)
-    _check_share(source, dataset, max_unreadable_share)
-    logger.info("%s%s; prepared before", "held-out " * held_out, describe_dataset(dataset))
-    return dataset
+    def _readable(
+        self, rows: Iterable[Example | Unreadable], counts: _Counts, report: TextIO
+    ) -> Iterator[Example]:
+        """The examples among the rows; the others are counted and reported. Raises `DataError` when
+        they are too many."""
+        for row in rows:
+            counts.read += 1
+            if isinstance(row, Example):
+                yield row
+                continue
+            counts.unreadable += 1
+            line = f"{row.origin}: {row.reason}".replace("\n", " ")
+            counts.first = counts.first or line
+            report.write(line + "\n")
+            if counts.unreadable <= _REPORTED_AT_ONCE:
+                logger.warning("left out: %s", line)
+            if counts.unreadable > self.max_unreadable_share * max(counts.read, _ROWS_BEFORE_STOP):
+                self._check_unreadable(counts.unreadable, counts.read, counts.first)
 
-
-def build(
-    source: DataSource,
-    tokenizer: Any,
-    length: int,
-    path: Path,
-    *,
-    held_out: bool = False,
-    max_unreadable_share: float = MAX_UNREADABLE_SHARE,
-) -> PackedDataset:
-    """Prepare `source` as a new packed dataset at `path`, which appears complete or not at all.
-    Arguments as for `prepare`.
-
-    Raises `DataError`, or `UsageError` if `path` exists or the source does not.
-    """
-    with new_directory(path) as partial:
-
-        def write() -> None:
-            files = find_files(source, held_out=held_out)
-            write_manifest(
-                partial, _write(partial, source, files, tokenizer, length, max_unreadable_share)
+    def _check_unreadable(self, unreadable: int, read: int, first: str) -> None:
+        """Raise `DataError` if more than the allowed share of the rows read are unreadable."""
+        if unreadable > self.max_unreadable_share * read:
+            raise DataError(
+                f"{self.source.path}: {unreadable:,} of {read:,} rows cannot be read "
+                f"({unreadable / read:.2%}); `max_unreadable_share`={self.max_unreadable_share:g} "
+                f"allows fewer; the first: {first}"
             )
 
-        run_on_process_0(write, None)
-    dataset = PackedDataset(path)
-    logger.info("%s%s", "held-out " * held_out, describe_dataset(dataset))
-    return dataset
+
+@dataclasses.dataclass
+class _Counts:
+    """Rows read so far, and those of them that are unreadable."""
+
+    read: int = 0
+    unreadable: int = 0
+    first: str = ""
+    """The first of these, and why."""
 
 
 def check_dataset(dataset: PackedDataset, length: int, tokenizer_id: str) -> PackedDataset:
@@ -178,100 +233,3 @@ def _describe_files(files: list[Path]) -> list[dict[str, Any]]:
         {"path": str(file.absolute()), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
         for file, stat in found
     ]
-
-
-def _write(
-    folder: Path,
-    source: DataSource,
-    files: list[Path],
-    tokenizer: Any,
-    length: int,
-    max_share: float,
-) -> Manifest:
-    """All of a dataset but its manifest, which is returned."""
-    # Before reading: a file that changes meanwhile must not pass for what was read.
-    described = _describe_files(files)
-    rows = itertools.chain.from_iterable(map(read_file, files))
-    examples = tqdm(
-        tokenize(rows, tokenizer),
-        desc=f"preparing {source.name}",
-        unit=" rows",
-        leave=False,
-        disable=None,
-    )
-    with (folder / UNREADABLE).open("w", encoding="utf-8", errors="backslashreplace") as report:
-        filtered = _ReadableRows(source, max_share, report)
-        totals = write_rows(folder / ROWS, pack(filtered.readable(examples), length), length)
-    filtered.check()
-    if not totals.targets:
-        raise DataError(
-            f"{source.path}: it holds no token to predict: it is empty, or every row is blank"
-        )
-    return Manifest(
-        source=source.path,
-        files=described,
-        tokenizer=tokenizer_fingerprint(tokenizer),
-        length=length,
-        rows=totals.rows,
-        documents=filtered.read - filtered.unreadable,
-        unreadable=filtered.unreadable,
-        tokens=totals.tokens,
-        targets=totals.targets,
-        fill=totals.tokens / (totals.rows * length),
-        fingerprint=totals.fingerprint,
-        tokenization=VERSION,
-    )
-
-
-class _ReadableRows:
-    """Filter that counts and reports unreadable rows, and raises `DataError` when they are too
-    many."""
-
-    def __init__(self, source: DataSource, max_share: float, report: TextIO):
-        self._source = source
-        self._max_share = max_share
-        self._report = report
-        self._first = ""
-        self.read = self.unreadable = 0
-
-    def readable(self, rows: Iterable[Example | Unreadable]) -> Iterator[Example]:
-        for row in rows:
-            self.read += 1
-            if isinstance(row, Unreadable):
-                self._note(f"{row.origin}: {row.reason}".replace("\n", " "))
-            else:
-                yield row
-            if self.unreadable > self._max_share * max(self.read, _ROWS_BEFORE_STOP):
-                self.check()
-
-    def check(self) -> None:
-        """Raise `DataError` if more than the allowed share of the rows so far are unreadable."""
-        _check_unreadable(self._source, self.unreadable, self.read, self._max_share, self._first)
-
-    def _note(self, line: str) -> None:
-        self.unreadable += 1
-        self._first = self._first or line
-        self._report.write(line + "\n")
-        if self.unreadable <= _REPORTED_AT_ONCE:
-            logger.warning("left out: %s", line)
-
-
-def _check_unreadable(
-    source: DataSource, unreadable: int, read: int, max_share: float, first: str
-) -> None:
-    """Raise `DataError` if more than `max_share` of the rows read are unreadable."""
-    if unreadable > max_share * read:
-        raise DataError(
-            f"{source.path}: {unreadable:,} of {read:,} rows cannot be read "
-            f"({unreadable / read:.2%}); "
-            f"`max_unreadable_share`={max_share:g} allows fewer; the first: {first}"
-        )
-
-
-def _check_share(source: DataSource, dataset: PackedDataset, max_share: float) -> None:
-    """The same check on a dataset that an earlier run built, perhaps with a wider limit."""
-    found = dataset.manifest
-    first = (dataset.path / UNREADABLE).read_text(encoding="utf-8").partition("\n")[0]
-    _check_unreadable(
-        source, found.unreadable, found.documents + found.unreadable, max_share, first
-    )

@@ -29,7 +29,7 @@ from ...model.quantization import refuse_quantized
 from ...plan.hardware import GIB
 from ...process.files import write_json
 from ..data.loader import DatasetMixture
-from ..data.prepare import prepare
+from ..data.prepare import Preparation
 from ..data.sources import STDLIB, parse_source
 from ..recipe import STEERING, STEERING_LATER, Recipe
 from ..run_options import RunOptions
@@ -155,18 +155,17 @@ def _mixture(
     texts: tuple[str, ...], options: RunOptions, tokenizer: Any, *, held_out: bool
 ) -> DatasetMixture:
     sources = [parse_source(text) for text in texts]
-    datasets = [
-        prepare(
+    datasets = tuple(
+        Preparation(
             source,
             tokenizer,
             options.max_length,
-            options.output_dir / DATA,
-            held_out=held_out and source.path == STDLIB,
-            max_unreadable_share=options.max_unreadable_share,
-        )
+            held_out and source.path == STDLIB,
+            options.max_unreadable_share,
+        ).prepare(options.output_dir / DATA)
         for source in sources
-    ]
-    return DatasetMixture(tuple(datasets), tuple(source.weight for source in sources))
+    )
+    return DatasetMixture(datasets, tuple(source.weight for source in sources))
 
 
 def fingerprint(

@@ -7,7 +7,6 @@ import dataclasses
 import logging
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -41,15 +40,6 @@ FITTED_PER_MEASURED = 8
 """Rows that are fitted to for each that is measured, where there is no held-out text."""
 
 
-class RunStart(NamedTuple):
-    """Model with which a run starts, and the digest of its delta."""
-
-    model: Model
-    """Model without a delta if the run continues, else with it."""
-    digest: str
-    """`digest_all` of the delta."""
-
-
 def start_of_run(
     recipe: Recipe,
     source: Source,
@@ -58,19 +48,26 @@ def start_of_run(
     mesh: Mesh,
     *,
     continues: bool,
-) -> RunStart:
-    """The model with its initial delta: that of `source`, the checkpoint, if it has one of this
-    cut, else as the recipe's `init` says. If the run continues, only the record is read."""
+) -> tuple[Model, str]:
+    """The model with its initial delta, and the digest of that: the delta of `source`, the
+    checkpoint, if it has one of this cut, else one as the recipe's `init` says. If the run
+    continues, only the record is read, and the model has no delta."""
     record = recipe.output_dir / START
     if continues and record.is_file():
         found = read_json(record)
         if found["init"] != recipe.init:
             logger.warning("`init`=%s: the run continues, from %s", recipe.init, found["init"])
-        return RunStart(_with_heads(model, found["shared_kv_heads"]), found["digest"])
+        heads = found["shared_kv_heads"] and tuple(map(tuple, found["shared_kv_heads"]))
+        config = dataclasses.replace(model.config, shared_kv_heads=heads)
+        return dataclasses.replace(model, config=config, swiftkv=None), found["digest"]
     if model.swiftkv is None:
         if source.has_delta:
             logger.warning("the model's delta is of another cut; a new one replaces it")
-        model, layers = initialize_delta(recipe, model, data, mesh)
+        layers = ()
+        if recipe.init == "closed-form":
+            model, layers = fitted_delta(recipe, model, data, mesh)
+        else:
+            model = copied_delta(recipe.init, model, mesh)
     else:
         if source.config.generated_kv == "own" and model.config.generated_kv == "boundary":
             logger.warning(
@@ -87,35 +84,18 @@ def start_of_run(
                 recipe.calibration_tokens,
             )
         layers = ()
-    start = RunStart(model, digest_all(jax.tree.leaves(model.swiftkv)))
+    digest = digest_all(jax.tree.leaves(model.swiftkv))
     if is_main_process():
         write_json(
             record,
             {
                 "init": recipe.init,
                 "shared_kv_heads": model.config.shared_kv_heads,
-                "digest": start.digest,
+                "digest": digest,
                 "layers": [dataclasses.asdict(layer) for layer in layers],
             },
         )
-    return start
-
-
-def _with_heads(model: Model, heads: list[list[int]] | None) -> Model:
-    config = dataclasses.replace(
-        model.config, shared_kv_heads=None if heads is None else tuple(map(tuple, heads))
-    )
-    return dataclasses.replace(model, config=config, swiftkv=None)
-
-
-def initialize_delta(
-    recipe: Recipe, model: Model, data: DatasetMixture, mesh: Mesh
-) -> tuple[Model, tuple[LayerFit, ...]]:
-    """The model with a fresh delta as `init` says, and how well it fits where that is
-    closed-form."""
-    if recipe.init != "closed-form":
-        return copied_delta(recipe.init, model, mesh), ()
-    return fitted_delta(recipe, model, data, mesh)
+    return model, digest
 
 
 def copied_delta(start: Start, model: Model, mesh: Mesh) -> Model:

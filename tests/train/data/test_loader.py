@@ -8,7 +8,7 @@ import pytest
 
 from swiftkv_jax.errors import DataError
 from swiftkv_jax.train.data.loader import DatasetMixture, batches, choose, first_batches
-from swiftkv_jax.train.data.prepare import build
+from swiftkv_jax.train.data.prepare import Preparation
 from swiftkv_jax.train.data.sources import DataSource
 
 LENGTH = 8
@@ -19,7 +19,8 @@ def make_dataset(folder, tokenizer, name, rows, length=LENGTH):
     file = folder / name
     file.write_text("".join(json.dumps({"text": f"{i:0{length - 1}}"}) + "\n" for i in range(rows)))
     number = len(list(folder.glob("dataset*")))
-    return build(DataSource(str(file)), tokenizer, length, folder / f"dataset{number}")
+    made = Preparation(DataSource(str(file)), tokenizer, length)
+    return made.build(folder / f"dataset{number}")
 
 
 @pytest.fixture(scope="module")
@@ -109,17 +110,6 @@ def test_resuming_and_rebuilding_change_nothing(tmp_path, tokenizer, mixture):
     assert ids(read(mixture, 4, seed=2, stop=30)) != whole
 
 
-def test_worker_processes_change_nothing(mixture):
-    """Also not with a batch left over, and not when the reader leaves early."""
-    whole = ids(read(mixture, 4, start=3, stop=12))
-    for workers in (1, 2):
-        found = batches(mixture, 4, positions=range(4), seed=1, start=3, stop=12, workers=workers)
-        assert [next(found).row_ids, next(found).row_ids] == whole[:2]
-        if workers == 2:
-            assert ids(found) == whole[2:]
-        found.close()
-
-
 def test_one_source_is_seen_once_in_an_epoch(datasets):
     rows = DatasetMixture((datasets[0],), (1.0,))
     assert rows.num_rows == 20 and rows.num_tokens == 160
@@ -197,20 +187,10 @@ def test_lengths_must_agree(tmp_path, tokenizer, datasets):
         DatasetMixture((datasets[0], other), (1.0, 1.0))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_damage_found_while_training_is_a_data_error(tmp_path, tokenizer, workers):
+def test_damage_found_while_training_is_a_data_error(tmp_path, tokenizer):
     dataset = make_dataset(tmp_path, tokenizer, "c.jsonl", 3)
     content = bytearray((dataset.path / "rows.arrayrecord").read_bytes())
     content[200] ^= 1
     (dataset.path / "rows.arrayrecord").write_bytes(content)
     with pytest.raises(DataError, match="rows.arrayrecord: damaged .row "):
-        list(
-            batches(
-                DatasetMixture((dataset,), (1.0,)),
-                3,
-                positions=range(3),
-                seed=0,
-                stop=5,
-                workers=workers,
-            )
-        )
+        read(DatasetMixture((dataset,), (1.0,)), 3, stop=5)

@@ -11,14 +11,21 @@ import textwrap
 import pytest
 
 from swiftkv_jax.errors import DataError, UsageError
-from swiftkv_jax.train.data import prepare as prepare_module
 from swiftkv_jax.train.data.dataset import UNREADABLE, is_packed_dataset
-from swiftkv_jax.train.data.prepare import build, prepare, tokenizer_fingerprint
+from swiftkv_jax.train.data.prepare import Preparation, tokenizer_fingerprint
 from swiftkv_jax.train.data.sources import DataSource
 from swiftkv_jax.train.data.tokenize import VERSION
 from tests.free_port import free_port
 
 LENGTH = 16
+
+
+def prepare(source, tokenizer, length, cache, **options):
+    return Preparation(source, tokenizer, length, **options).prepare(cache)
+
+
+def build(source, tokenizer, length, path, **options):
+    return Preparation(source, tokenizer, length, **options).build(path)
 
 
 def write_rows(file, good, bad=0):
@@ -52,7 +59,7 @@ def test_a_dataset_is_found_again_while_nothing_has_changed(
         in log.messages
     )
 
-    monkeypatch.setattr(prepare_module, "build", None)
+    monkeypatch.setattr(Preparation, "build", None)
     assert prepare(source, tokenizer, LENGTH, cache).path == first.path
     assert log.messages[-1].endswith("prepared before")
     other = copy.deepcopy(tokenizer)
@@ -190,7 +197,7 @@ def test_a_killed_build_leaves_nothing_that_is_taken_for_a_dataset(tmp_path, tok
         "write = module.write_manifest\n"
         "def write_and_die(*arguments): write(*arguments); os.kill(os.getpid(), signal.SIGKILL)\n"
         "module.write_manifest = write_and_die\n"
-        "module.prepare(source, tokenizer, 16, cache)\n"
+        "module.Preparation(source, tokenizer, 16).prepare(cache)\n"
     )
     cache = tmp_path / "cache"
     process = run(code, source.path, cache)
@@ -207,9 +214,9 @@ def test_two_processes_share_one_build(tmp_path, source):
         "jax.config.update('jax_cpu_collectives_implementation', 'gloo')\n"
         "index = int(sys.argv[3])\n"
         "jax.distributed.initialize(f'127.0.0.1:{sys.argv[4]}', 2, index)\n"
-        "print(module.prepare(source, tokenizer, 16, cache).manifest.fingerprint)\n"
-        "print(module.prepare(source, tokenizer, 16, cache).manifest.fingerprint)\n"
-        "try: module.prepare(DataSource(sys.argv[5]), tokenizer, 16, cache)\n"
+        "print(module.Preparation(source, tokenizer, 16).prepare(cache).manifest.fingerprint)\n"
+        "print(module.Preparation(source, tokenizer, 16).prepare(cache).manifest.fingerprint)\n"
+        "try: module.Preparation(DataSource(sys.argv[5]), tokenizer, 16).prepare(cache)\n"
         "except Exception as error: print(type(error).__name__, error)\n"
     )
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
