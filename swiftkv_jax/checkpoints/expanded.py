@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 
 import jax
@@ -17,38 +18,31 @@ from .tensor_map import MappedLeaf, leaves
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class ExpandedGroups:
-    """Reads the keys and values of a group once for each of its layers, as that layer uses them:
-    its own order of heads, and its `mix` of the values."""
-
-    stored: Source
-
-    def read(self, leaf: MappedLeaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
-        config = self.stored.config
-        by_name = {stored.name: stored for stored in self.stored.leaves}
-        array = self.stored.read(by_name[leaf.name], dtype, sharding)
-        if not (leaf.is_delta and leaf.param.axes[0] in "JP"):
-            return array
-        # Those of prompt attention layers, which have no group, come first; taps have none of them.
-        alone = config.prompt_attention_layers
-        first, left_out = (0, alone) if leaf.param.axes[0] == "P" else (alone, 0)
-        repeated = jnp.repeat(array[first:], config.key_value_group_size, axis=0)
-        array = jnp.concatenate([array[:first], repeated])
-        if config.shared_kv_heads is None:
-            return array
-        heads = jnp.asarray(config.shared_kv_heads)[left_out:]
-        array = jax.vmap(lambda layer, order: layer[order])(array, heads)
-        if leaf.name not in ("swiftkv.v", "swiftkv.v_bias"):
-            return array
-        mix = self.stored.read(by_name["swiftkv.mix"], np.dtype(np.float32), sharding)[left_out:]
-        mixed = jnp.einsum(
-            "UKHD,UKGH->UKGD" if array.ndim == 4 else "UKH,UKGH->UKG",
-            array.astype(jnp.float32),
-            mix,
-            precision=jax.lax.Precision.HIGHEST,
-        )
-        return mixed.astype(dtype)
+def _read_of_layer(
+    stored: Source, leaf: MappedLeaf, dtype: np.dtype, sharding: Sharding
+) -> jax.Array:
+    """Read the keys and values of a group once for each of its layers, as that layer uses them: its
+    own order of heads, and its `mix` of the values."""
+    config = stored.config
+    by_name = {leaf.name: leaf for leaf in stored.leaves}
+    array = stored.read(by_name[leaf.name], dtype, sharding)
+    if not (leaf.is_delta and leaf.param.axes[0] in "JP"):
+        return array
+    # Those of prompt attention layers, which have no group, come first; taps have none of them.
+    alone = config.prompt_attention_layers
+    first, left_out = (0, alone) if leaf.param.axes[0] == "P" else (alone, 0)
+    repeated = jnp.repeat(array[first:], config.key_value_group_size, axis=0)
+    array = jnp.concatenate([array[:first], repeated])
+    if config.shared_kv_heads is None:
+        return array
+    heads = jnp.asarray(config.shared_kv_heads)[left_out:]
+    array = jax.vmap(lambda layer, order: layer[order])(array, heads)
+    if leaf.name not in ("swiftkv.v", "swiftkv.v_bias"):
+        return array
+    mix = stored.read(by_name["swiftkv.mix"], np.dtype(np.float32), sharding)[left_out:]
+    spec = "UKHD,UKGH->UKGD" if array.ndim == 4 else "UKH,UKGH->UKG"
+    exact = jax.lax.Precision.HIGHEST
+    return jnp.einsum(spec, array.astype(jnp.float32), mix, precision=exact).astype(dtype)
 
 
 def with_expanded_groups(stored: Source) -> Source:
@@ -83,5 +77,5 @@ def with_expanded_groups(stored: Source) -> Source:
         stored,
         config=config,
         leaves=tuple(leaf for leaf in present if leaf.name in stored_names),
-        reader=ExpandedGroups(stored),
+        reader=functools.partial(_read_of_layer, stored),
     )

@@ -11,6 +11,7 @@ checksum of array payloads, so the manifest does.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import os
 import re
@@ -103,40 +104,35 @@ def _save_leaf(path: Path, array: jax.Array) -> None:
 # Read -------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class OrbaxReader:
-    """Reads from a directory that `write_orbax` wrote."""
+def _read_leaf(
+    path: Path,
+    manifest: Mapping[str, Mapping[str, Any]],
+    leaf: MappedLeaf,
+    dtype: np.dtype,
+    sharding: Sharding,
+) -> jax.Array:
+    """One leaf of the directory `path`, whose digest is checked in its stored dtype, before any
+    cast."""
+    from orbax.checkpoint import v1 as ocp
 
-    path: Path
-    manifest: Mapping[str, Mapping[str, Any]]
-
-    def read(self, leaf: MappedLeaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
-        """One leaf, whose digest is checked in its stored dtype, before any cast."""
-        entry = self.manifest[leaf.name]
-        array = self._load(
-            leaf, jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(entry["dtype"]), sharding=sharding)
+    entry = manifest[leaf.name]
+    stored = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(entry["dtype"]), sharding=sharding)
+    if leaf.size == 0:
+        return jnp.zeros(leaf.shape, dtype, device=sharding)
+    array, problem = try_orbax(
+        lambda: ocp.load(str(path / WEIGHTS / leaf.name), {"leaf": stored})["leaf"]
+    )
+    if array is None:
+        raise CheckpointError(
+            f"{path}: {leaf.name} cannot be read from {WEIGHTS}/{leaf.name} ({problem})"
         )
-        if f"{digest(array):08x}" != entry["digest"]:
-            raise CheckpointError(
-                f"{self.path}: {leaf.name} is damaged: its digest is not the one in {MANIFEST}; "
-                f"copy {WEIGHTS}/{leaf.name} again"
-            )
-        return array.astype(dtype)
-
-    def _load(self, leaf: MappedLeaf, stored: jax.ShapeDtypeStruct) -> jax.Array:
-        if leaf.size == 0:
-            return jnp.zeros(stored.shape, stored.dtype, device=stored.sharding)
-        from orbax.checkpoint import v1 as ocp
-
-        array, problem = try_orbax(
-            lambda: ocp.load(str(self.path / WEIGHTS / leaf.name), {"leaf": stored})["leaf"]
+    _collect(leaf)
+    if f"{digest(array):08x}" != entry["digest"]:
+        raise CheckpointError(
+            f"{path}: {leaf.name} is damaged: its digest is not the one in {MANIFEST}; copy "
+            f"{WEIGHTS}/{leaf.name} again"
         )
-        if array is None:
-            raise CheckpointError(
-                f"{self.path}: {leaf.name} cannot be read from {WEIGHTS}/{leaf.name} ({problem})"
-            )
-        _collect(leaf)
-        return array
+    return array.astype(dtype)
 
 
 def open_orbax(path: Path, config: Config | None = None) -> Source:
@@ -149,7 +145,7 @@ def open_orbax(path: Path, config: Config | None = None) -> Source:
         config=stored_config,
         leaves=present,
         dtypes={leaf.name: np.dtype(jnp.dtype(manifest[leaf.name]["dtype"])) for leaf in present},
-        reader=OrbaxReader(path.absolute(), manifest),
+        reader=functools.partial(_read_leaf, path.absolute(), manifest),
         auxiliary_files=auxiliary_files,
         eos_token_ids=eos_token_ids,
         path=path,

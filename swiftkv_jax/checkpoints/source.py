@@ -1,19 +1,18 @@
 """A model that is read one leaf at a time: a checkpoint opened for reading, or a model in memory.
 
-A `Source` is the table of what is there and a `LeafReader`, one class per place that arrays come
-from: `tensor_reader.TensorReader`, `orbax_io.OrbaxReader`, `training_run.DeltaReader`, and
-`ArrayReader` here, with `DeltaOnBase`, `OtherSplit` and `training_run.CheckedBase` around them.
-Loading and every conversion are a loop over `Source.leaves`, so none of them holds more of the
-model than it returns.
+A `Source` is the table of what is there and a `Reader`, one for each place that arrays come from:
+`tensor_reader.TensorReader`, and functions in `orbax_io`, `training_run` and here. Loading and
+every conversion are a loop over `Source.leaves`, so none of them holds more of the model than it
+returns.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,12 +41,9 @@ from .tensor_map import MappedLeaf, by_name, leaves, to_trees
 logger = logging.getLogger(__name__)
 
 
-class LeafReader(Protocol):
-    """Reads the arrays of a `Source`."""
-
-    def read(self, leaf: MappedLeaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
-        """One leaf in `dtype`, where `sharding` says. Raises `CheckpointError` for damage."""
-        ...
+type Reader = Callable[[MappedLeaf, np.dtype, Sharding], jax.Array]
+"""Reads one leaf of a `Source` in a dtype, where a sharding says. Raises `CheckpointError` for
+damage."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +56,7 @@ class Source:
     q, k, v where they were dropped."""
     dtypes: Mapping[str, np.dtype]
     """Leaf name -> dtype as stored."""
-    reader: LeafReader
+    reader: Reader
     auxiliary_files: AuxiliaryFiles
     eos_token_ids: tuple[int, ...]
     path: Path | None = None
@@ -83,7 +79,7 @@ class Source:
         """One leaf where `sharding` says; `dtype` None is the stored one, and the two parts of a
         quantised matrix have no other. Raises `CheckpointError` for damage."""
         stored = self.dtypes[leaf.name]
-        return self.reader.read(leaf, stored if dtype is None or leaf.part else dtype, sharding)
+        return self.reader(leaf, stored if dtype is None or leaf.part else dtype, sharding)
 
     def shardings(self, mesh: Mesh | None) -> dict[str, Sharding]:
         """Leaf name -> sharding of the array as it is stored; see `shardings`."""
@@ -195,83 +191,43 @@ def _dequantized(
 # Sources of sources -----------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class ArrayReader:
-    """Reads from arrays in memory, which stay where they are."""
-
-    arrays: Mapping[str, jax.Array]
-
-    def read(self, leaf: MappedLeaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
-        array = self.arrays[leaf.name]
-        return array if array.dtype == dtype else array.astype(dtype)
-
-
 def from_model(model: Model) -> Source:
     """A model in memory; its leaves may be gradients. They are given out where they are."""
     check_model(model)
     arrays = by_name(model.llama) | ({} if model.swiftkv is None else by_name(model.swiftkv))
     format = model.quantization and model.quantization.format
+
+    def read(leaf: MappedLeaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
+        array = arrays[leaf.name]
+        return array if array.dtype == dtype else array.astype(dtype)
+
     present = (leaf for leaf in leaves(model.config, quantization=format) if leaf.name in arrays)
     return Source(
         config=model.config,
         leaves=tuple(present),
         dtypes={name: np.dtype(array.dtype) for name, array in arrays.items()},
-        reader=ArrayReader(arrays),
+        reader=read,
         auxiliary_files=model.auxiliary_files,
         eos_token_ids=model.eos_token_ids,
         quantization=format,
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class DeltaOnBase:
-    """Reads the delta from one place and the frozen weights from another."""
-
-    base: LeafReader
-    delta: LeafReader
-
-    def read(self, leaf: MappedLeaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
-        return (self.delta if leaf.is_delta else self.base).read(leaf, dtype, sharding)
-
-
-def with_delta(
-    base: Source, path: Path, dtypes: Mapping[str, np.dtype], delta: LeafReader
-) -> Source:
+def with_delta(base: Source, path: Path, dtypes: Mapping[str, np.dtype], delta: Reader) -> Source:
     """The frozen weights of `base` with the delta in `path`, which has the same cut and these
     `dtypes`."""
     frozen = tuple(leaf for leaf in base.leaves if not leaf.is_delta)
+
+    def read(leaf: MappedLeaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
+        return (delta if leaf.is_delta else base.reader)(leaf, dtype, sharding)
+
     return dataclasses.replace(
         base,
         leaves=frozen + tuple(leaf for leaf in leaves(base.config) if leaf.is_delta),
         dtypes={leaf.name: base.dtypes[leaf.name] for leaf in frozen} | dict(dtypes),
-        reader=DeltaOnBase(base.reader, delta),
+        reader=read,
         path=path,
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class OtherSplit:
-    """Reads both stacks of a source and splits their layers after layer `num_lower_layers`."""
-
-    stored: Source
-    num_lower_layers: int
-
-    def read(self, leaf: MappedLeaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
-        if not leaf.stacked:
-            return self.stored.read(leaf, dtype, sharding)
-        stacks = [self.stored.read(part, dtype, sharding) for part in self.parts(leaf)]
-        layers = jnp.concatenate(stacks)
-        lower = leaf.name.startswith("lower")
-        mine = layers[: self.num_lower_layers] if lower else layers[self.num_lower_layers :]
-        return jax.device_put(mine, sharding)
-
-    def parts(self, leaf: MappedLeaf) -> list[MappedLeaf]:
-        """The stored leaves that hold layers of `leaf`: those of the lower and the upper stack."""
-        if not leaf.stacked:
-            return [leaf]
-        suffix = leaf.name.removeprefix("lower").removeprefix("upper")
-        by_name = {stored.name: stored for stored in self.stored.leaves}
-        return [by_name[f"lower{suffix}"], by_name[f"upper{suffix}"]]
 
 
 def with_split(stored: Source, config: Config) -> Source:
@@ -280,13 +236,29 @@ def with_split(stored: Source, config: Config) -> Source:
     Raises `CheckpointError` if the teacher's upper q, k, v are absent.
     """
     stored.require_teacher("split its layers elsewhere")
-    reader = OtherSplit(stored, config.num_lower_layers)
+    by_name = {leaf.name: leaf for leaf in stored.leaves}
+    cut = config.num_lower_layers
+
+    def parts(leaf: MappedLeaf) -> list[MappedLeaf]:
+        """The stored leaves that hold layers of `leaf`: those of the lower and the upper stack."""
+        if not leaf.stacked:
+            return [leaf]
+        suffix = leaf.name.removeprefix("lower").removeprefix("upper")
+        return [by_name[f"lower{suffix}"], by_name[f"upper{suffix}"]]
+
+    def read(leaf: MappedLeaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
+        if not leaf.stacked:
+            return stored.read(leaf, dtype, sharding)
+        layers = jnp.concatenate([stored.read(part, dtype, sharding) for part in parts(leaf)])
+        mine = layers[:cut] if leaf.name.startswith("lower") else layers[cut:]
+        return jax.device_put(mine, sharding)
+
     present = leaves(config, delta=False, quantization=stored.quantization)
     dtypes = {
-        leaf.name: np.dtype(jnp.result_type(*(stored.dtypes[p.name] for p in reader.parts(leaf))))
+        leaf.name: np.dtype(jnp.result_type(*(stored.dtypes[p.name] for p in parts(leaf))))
         for leaf in present
     }
-    return dataclasses.replace(stored, config=config, leaves=present, dtypes=dtypes, reader=reader)
+    return dataclasses.replace(stored, config=config, leaves=present, dtypes=dtypes, reader=read)
 
 
 def shardings(

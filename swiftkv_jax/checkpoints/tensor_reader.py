@@ -27,7 +27,7 @@ class TensorReader:
     tensors: Mapping[str, Tensor]
     """Tensor name -> tensor as stored."""
 
-    def read(self, leaf: MappedLeaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
+    def __call__(self, leaf: MappedLeaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
         """One leaf onto its devices. Equal slices (copies on several devices) are read once."""
         if leaf.size == 0:
             return jnp.zeros(leaf.shape, dtype, device=sharding)

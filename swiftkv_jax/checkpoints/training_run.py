@@ -4,6 +4,7 @@ checkpoints."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ from ..model.cut import CUT_FIELDS
 from . import open_any
 from .auxiliary import read_json
 from .digest import digest_all
-from .source import Source, shardings, with_delta
+from .source import Reader, Source, shardings, with_delta
 from .states import FOLDER, DamagedError, Metadata, list_steps, read_leaf, read_metadata
 from .tensor_map import MappedLeaf, leaves
 
@@ -81,8 +82,8 @@ def open_run(
     metadata = read_metadata(state)
     delta_dtype = opened.dtypes["embed"]
     dtypes = {leaf.name: delta_dtype for leaf in _delta(opened.config)}
-    checked = dataclasses.replace(opened, reader=CheckedBase(opened, metadata.fingerprint, path))
-    return with_delta(checked, state, dtypes, DeltaReader(state, metadata))
+    checked = dataclasses.replace(opened, reader=_checked(opened, metadata.fingerprint, path))
+    return with_delta(checked, state, dtypes, functools.partial(_read_delta, state, metadata))
 
 
 def _open_base(path: Path, base: str | os.PathLike[str] | None) -> Source:
@@ -132,9 +133,9 @@ def _newest_intact(path: Path, config: Config) -> int:
     for step in reversed(run_steps(path)):
         state = path / FOLDER / str(step)
         try:
-            reader = DeltaReader(state, read_metadata(state))
+            metadata = read_metadata(state)
             for leaf in _delta(config):
-                reader.read(leaf, np.dtype(np.float32), where[leaf.name])
+                _read_delta(state, metadata, leaf, np.dtype(np.float32), where[leaf.name])
         except DamagedError as error:
             damage.append(error)
             continue
@@ -150,53 +151,41 @@ def _delta(config: Config) -> tuple[MappedLeaf, ...]:
     return tuple(leaf for leaf in leaves(config) if leaf.is_delta)
 
 
-@dataclasses.dataclass(frozen=True)
-class DeltaReader:
-    """Reads the delta of one training state: the float32 master copy, checked."""
-
-    state: Path
-    metadata: Metadata
-
-    def read(self, leaf: MappedLeaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
-        name = f"delta.{leaf.name.removeprefix('swiftkv.')}"
-        if name not in self.metadata.digests:
-            raise CheckpointError(
-                f"{self.state}: has no {name}, which the run's {RECIPE} calls for"
-            )
-        stored = jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=sharding)
-        return read_leaf(self.state, name, stored, self.metadata.digests[name]).astype(dtype)
+def _read_delta(
+    state: Path, metadata: Metadata, leaf: MappedLeaf, dtype: np.dtype, sharding: Sharding
+) -> jax.Array:
+    """One leaf of the delta in a training state: the float32 master copy, checked."""
+    name = f"delta.{leaf.name.removeprefix('swiftkv.')}"
+    if name not in metadata.digests:
+        raise CheckpointError(f"{state}: has no {name}, which the run's {RECIPE} calls for")
+    stored = jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=sharding)
+    return read_leaf(state, name, stored, metadata.digests[name]).astype(dtype)
 
 
-@dataclasses.dataclass(eq=False)
-class CheckedBase:
-    """Reads the frozen weights of `base`, which are compared as a whole with those that the run in
-    `run` was trained on before the first leaf is given out."""
+def _checked(base: Source, fingerprint: dict[str, Any], run: Path) -> Reader:
+    """A reader of the frozen weights of `base`, which are compared as a whole with those that `run`
+    was trained on before the first leaf is given out."""
 
-    base: Source
-    fingerprint: dict[str, Any]
-    run: Path
-    checked: bool = False
-
-    def read(self, leaf: MappedLeaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
-        if not self.checked:
-            self._check()
-            self.checked = True
-        return self.base.read(leaf, dtype, sharding)
-
-    def _check(self) -> None:
-        where = shardings(self.base.config, None)
+    @functools.cache
+    def check() -> None:
+        where = shardings(base.config, None)
         frozen = (
-            self.base.read(leaf, jnp.dtype(self.fingerprint["dtype"]), where[leaf.name])
-            for leaf in self.base.leaves
+            base.read(leaf, jnp.dtype(fingerprint["dtype"]), where[leaf.name])
+            for leaf in base.leaves
             if not leaf.is_delta
         )
         found = digest_all(frozen)
-        expected = self.fingerprint["base_model"]
-        if found != expected:
+        if found != (expected := fingerprint["base_model"]):
             raise CheckpointError(
-                f"{self.base.path}: not the weights that {self.run} was trained on (digest "
-                f"{found}, not {expected}); give those as `base`"
+                f"{base.path}: not the weights that {run} was trained on (digest {found}, not "
+                f"{expected}); give those as `base`"
             )
+
+    def read(leaf: MappedLeaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
+        check()
+        return base.read(leaf, dtype, sharding)
+
+    return read
 
 
 def _there(path: Path) -> str:
