@@ -34,9 +34,11 @@ from .safetensors_io import DTYPES, WIDE, Stored, read_header, same_values
 from .source import Source
 from .tensor_map import (
     BY_ITSELF,
+    Expected,
     MappedLeaf,
     TensorNames,
     check_no_problems,
+    differences,
     first_of,
     is_vision,
     leaves,
@@ -253,58 +255,34 @@ def _match(
 ) -> dict[str, Tensor]:
     """Name -> tensor, after checking that the files hold exactly what is expected, quantised
     matrices in `format`. One error names every kind of difference, by the files' `names`."""
-    ours = {names.in_file(name): name for leaf in expected for name in leaf.tensors}
-    head, embed = map(names.in_file, (_HEAD, _EMBED))
-    ours |= {head: _HEAD}
-    shapes = {names.in_file(name): leaf.stored_shape for leaf in expected for name in leaf.tensors}
-    eight_bits = {
-        names.in_file(name) for leaf in expected if leaf.part == VALUES for name in leaf.tensors
+    ours = {names.in_file(name): (name, leaf) for leaf in expected for name in leaf.tensors}
+    wanted: dict[str, Expected] = {
+        name: (leaf.stored_shape, (_CODES[format],) if format and leaf.part == VALUES else WIDE)
+        for name, (_, leaf) in ours.items()
     }
-    tied = head not in shapes and embed in shapes
-    by_tensor_name: dict[str, list[Tensor]] = {}
+    found: dict[str, Tensor] = {}
+    repeated: dict[str, list[Tensor]] = {}
     for tensor in stored:
-        by_tensor_name.setdefault(tensor.name, []).append(tensor)
-
-    def allowed(name: str) -> bool:
-        return name in shapes or bool(_INERT.search(name)) or (tied and name == head)
-
-    found = {
-        name: tensors[0]
-        for name, tensors in by_tensor_name.items()
-        if name in shapes or (tied and name == head)
-    }
-    shaped = [
-        (tensor, shapes[name])
-        for name, tensor in found.items()
-        if name in shapes and tensor.shape != shapes[name]
-    ]
-    codes = {name: (_CODES[format],) if format and name in eight_bits else WIDE for name in found}
-    typed = [
-        f"{name} {found[name].code} (supported: {', '.join(codes[name])})"
-        for name in found
-        if found[name].code not in codes[name]
-    ]
-    problems = {
-        "missing": [name for name in shapes if name not in by_tensor_name],
-        "unexpected": [name for name in by_tensor_name if not allowed(name)],
+        if tensor.name in found:
+            repeated.setdefault(tensor.name, [found[tensor.name]]).append(tensor)
+        elif tensor.name in wanted or not _INERT.search(tensor.name):
+            found[tensor.name] = tensor
+    head, embed = map(names.in_file, (_HEAD, _EMBED))
+    if head not in wanted and embed in wanted and head in found:  # `_check_tied_head` compares them
+        wanted[head] = (found[head].shape, WIDE)
+    shapes = {name: (tensor.shape, tensor.code) for name, tensor in found.items()}
+    problems = differences(wanted, shapes) | {
         "repeated": [
-            f"{name} (in {', '.join(t.file.name for t in ts)})"
-            for name, ts in by_tensor_name.items()
-            if len(ts) > 1
-        ],
-        "wrong shape": [
-            f"{tensor.name} {list(tensor.shape)}, expected {list(shape)}"
-            for tensor, shape in shaped
-        ],
-        "dtype not supported yet": typed,
+            f"{name} (in {', '.join(t.file.name for t in ts)})" for name, ts in repeated.items()
+        ]
     }
-    if [problem for found in problems.values() for problem in found] == [head]:
+    if sum(problems.values(), []) == [head]:
         raise CheckpointError(
             f"{path}: missing: {head}; if the head is the embedding, set tie_word_embeddings to "
             f"true in config.json"
         )
     check_no_problems(path, problems)
-    return {ours[name]: tensor for name, tensor in found.items()}
+    return {ours[name][0] if name in ours else _HEAD: found[name] for name in found}
 
 
 def _check_tied_head(path: Path, config: Config, tensors: Mapping[str, Tensor]) -> None:

@@ -34,7 +34,7 @@ from .auxiliary import read_auxiliary_files, read_json, write_auxiliary_files
 from .digest import digest
 from .orbax_calls import quiet_orbax, try_orbax
 from .source import Source
-from .tensor_map import MappedLeaf, check_no_problems, leaves
+from .tensor_map import MappedLeaf, check_no_problems, differences, leaves
 
 MANIFEST = "manifest.json"
 WEIGHTS = "weights"
@@ -200,23 +200,11 @@ def _match(
         SCALE: ("float32",),
         VALUES: (Scheme(quantization or "fp8").dtype.name,),
     }
-    shapes = {name: tuple(entry["shape"]) for name, entry in manifest.items()}
-    shaped = [
-        name for name, leaf in expected.items() if name in shapes and shapes[name] != leaf.shape
-    ]
+    wanted = {name: (leaf.shape, dtypes[leaf.part]) for name, leaf in expected.items()}
+    found = {name: (tuple(entry["shape"]), entry["dtype"]) for name, entry in manifest.items()}
     stored = {name for name, leaf in expected.items() if leaf.size and name in manifest}
-    problems = {
-        "missing": [name for name in expected if name not in manifest],
-        "unexpected": [name for name in manifest if name not in expected],
-        "no weights for": [name for name in stored if not (path / WEIGHTS / name).is_dir()],
-        "wrong shape": [
-            f"{name} {list(shapes[name])}, expected {list(expected[name].shape)}" for name in shaped
-        ],
-        "wrong dtype": [
-            f"{name} {manifest[name]['dtype']}"
-            for name, leaf in expected.items()
-            if name in manifest and manifest[name]["dtype"] not in dtypes[leaf.part]
-        ],
+    problems = differences(wanted, found) | {
+        "no weights for": [name for name in stored if not (path / WEIGHTS / name).is_dir()]
     }
     check_no_problems(path, problems)
     return tuple(expected.values())

@@ -190,6 +190,32 @@ def check_no_problems(path: Path, problems: Mapping[str, Sequence[str]]) -> None
         raise CheckpointError(f"{path}: {'; '.join(found)}")
 
 
+type Expected = tuple[tuple[int, ...], Sequence[str]]
+"""Shape of an array, and the dtypes that it may have; none of them named: any."""
+
+
+def differences(
+    expected: Mapping[str, Expected], found: Mapping[str, tuple[tuple[int, ...], str]]
+) -> dict[str, list[str]]:
+    """Kind -> where the arrays of a file, name -> (shape, dtype), are not those that are expected:
+    for `check_no_problems`."""
+    both = [(name, *found[name], *expected[name]) for name in expected if name in found]
+    return {
+        "missing": [name for name in expected if name not in found],
+        "unexpected": [name for name in found if name not in expected],
+        "wrong shape": [
+            f"{name} {list(shape)}, expected {list(wanted)}"
+            for name, shape, _, wanted, _ in both
+            if shape != wanted
+        ],
+        "dtype not supported yet": [
+            f"{name} {dtype} (supported: {', '.join(dtypes)})"
+            for name, _, dtype, _, dtypes in both
+            if dtypes and dtype not in dtypes
+        ],
+    }
+
+
 def first_of(names: Sequence[str], count: int = 5) -> str:
     """The first names of a list, and how many more there are, for a line that people read."""
     shown = [

@@ -11,7 +11,7 @@ from ...errors import CheckpointError
 from ...model.config import Config
 from ..families.gguf import Architecture
 from ..interleaved import Interleaved
-from ..tensor_map import MappedLeaf, check_no_problems
+from ..tensor_map import MappedLeaf, check_no_problems, differences
 from .config import ROPE_TENSORS
 from .file import GgufFile, GgufTensor, StoredBlocks
 
@@ -45,30 +45,22 @@ def read_tensors(
 ) -> list[GgufTensor]:
     """The tensors that `expected` names. Raises `CheckpointError` unless the file has exactly
     those, in their shapes; one error names every kind of difference by the file's names."""
-    found: list[GgufTensor] = []
-    missing: dict[str, None] = {}
-    shaped: dict[str, None] = {}
-    used: set[str] = set()
-    for leaf in expected:
-        for name in leaf.tensors:
-            theirs, expert = _name_in_file(name, architecture)
-            used.add(theirs)
-            stored = file.tensors.get(theirs)
-            if stored is None:
-                missing[theirs] = None
-                continue
-            shape = (
-                leaf.stored_shape if expert is None else (config.num_experts, *leaf.stored_shape)
-            )
-            if stored.shape != shape:
-                text = f"{theirs} {list(stored.shape)}, expected {list(shape)}"
-                shaped[text] = None
-                continue
-            found.append(_tensor(name, stored, expert, architecture, config))
-    unexpected = [name for name in file.tensors if name not in used | ROPE_TENSORS]
-    problems = {"missing": [*missing], "unexpected": unexpected, "wrong shape": [*shaped]}
-    check_no_problems(path, problems)
-    return list({tensor.name: tensor for tensor in found}.values())
+    theirs = {
+        name: (*_name_in_file(name, architecture), leaf)
+        for leaf in expected
+        for name in leaf.tensors
+    }
+    wanted = {
+        stored: ((config.num_experts,) * (expert is not None) + leaf.stored_shape, ())
+        for stored, expert, leaf in theirs.values()
+    }
+    weights = {name: file.tensors[name] for name in file.tensors if name not in ROPE_TENSORS}
+    found = {name: (tensor.shape, tensor.type_name) for name, tensor in weights.items()}
+    check_no_problems(path, differences(wanted, found))
+    return [
+        _tensor(name, file.tensors[stored], expert, architecture, config)
+        for name, (stored, expert, _) in theirs.items()
+    ]
 
 
 def _name_in_file(name: str, architecture: Architecture) -> tuple[str, int | None]:

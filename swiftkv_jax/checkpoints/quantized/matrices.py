@@ -15,7 +15,7 @@ import numpy as np
 from ...errors import CheckpointError
 from ..gguf.file import GgufTensor
 from ..safetensors_io import WIDE, Stored, read_block
-from ..tensor_map import MappedLeaf, TensorNames, check_no_problems
+from ..tensor_map import Expected, MappedLeaf, TensorNames, check_no_problems, differences
 from . import decode
 from .formats import QuantizationConfig, WeightFormat
 
@@ -222,38 +222,24 @@ def _problems(
     format: WeightFormat, shape: tuple[int, ...], tensors: Mapping[str, Stored]
 ) -> dict[str, list[str]]:
     """Kind -> last parts of the names of tensors that are not as the format has them."""
-    parts = _parts(format, tensors)
-    required = [*parts]
-    if format.layout == "packed":
-        required.append("weight_shape")
-    elif format.act_order:
-        required.append("g_idx")
-    optional = {
-        "scaled": _ACTIVATION_SCALES if format.activation_scales else (),
-        "packed": (),
-        "mxfp4": (),
-        # Exporters write a bias of zeros for matrices without one; `_check_values` checks both.
-        "gptq": ("g_idx", "bias"),
-        "awq": (),
-    }[format.layout]
-    typed = {name: part.codes for name, part in parts.items()}
-    typed |= {"weight_shape": ("I32", "I64"), "g_idx": ("I32",), "bias": WIDE}
-    return {
-        "missing": [name for name in required if name not in tensors],
-        "unexpected": [name for name in tensors if name not in required and name not in optional],
-        "wrong shape": [
-            f"{name} {list(tensors[name].shape)}, expected {list(part.shape(shape))}"
-            for name, part in parts.items()
-            if name in tensors
-            and not (part.is_scalar and set(tensors[name].shape) <= {1})
-            and tensors[name].shape != part.shape(shape)
-        ],
-        "dtype not supported yet": [
-            f"{name} {tensors[name].code} (supported: {', '.join(typed[name])})"
-            for name in tensors
-            if name in typed and tensors[name].code not in typed[name]
-        ],
+    expected: dict[str, Expected] = {
+        name: (part.shape(shape), part.codes) for name, part in _parts(format, tensors).items()
     }
+    if format.layout == "scaled":
+        scale = next(name for name in expected if name != "weight")
+        # A single scale may have any number of axes.
+        if format.block == (0, 0) and scale in tensors and set(tensors[scale].shape) <= {1}:
+            expected[scale] = (tensors[scale].shape, expected[scale][1])
+    if format.layout == "packed":
+        expected["weight_shape"] = ((2,), ("I32", "I64"))
+    if format.layout == "gptq":
+        # Exporters write a bias of zeros for matrices without one; `_check_values` checks both.
+        may_be = {"g_idx": (shape[1:], ("I32",)), "bias": (shape[:1], WIDE)}
+        needed = {"g_idx"} if format.act_order else set()
+        expected |= {name: may_be[name] for name in may_be if name in needed or name in tensors}
+    unread = _ACTIVATION_SCALES if format.activation_scales else ()
+    found = {name: (t.shape, t.code) for name, t in tensors.items() if name not in unread}
+    return differences(expected, found)
 
 
 def _check_values(matrix: EncodedMatrix) -> None:
