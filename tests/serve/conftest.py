@@ -1,6 +1,7 @@
 """A server on a model runner without a model, in a thread of the test."""
 
 import asyncio
+import contextlib
 import dataclasses
 import http.client
 import json
@@ -112,6 +113,23 @@ class UncheckedCompiler:
         """Nothing was started."""
 
 
+def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    """Wait for something, or fail."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.002)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """All that comes until the server closes a connection, also with a reset."""
+    found = b""
+    with contextlib.suppress(ConnectionResetError):
+        while more := connection.recv(65536):
+            found += more
+    return found
+
+
 @dataclasses.dataclass
 class Running:
     """A server that runs."""
@@ -160,6 +178,12 @@ class Running:
         data = [line.removeprefix("data: ") for line in lines if not line.startswith(":")]
         return [one if one == "[DONE]" else json.loads(one) for one in data]
 
+    def send(self, content: bytes) -> socket.socket:
+        """A connection that has sent these bytes."""
+        found = socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        found.sendall(content)
+        return found
+
     def busy(self, body: Any, path: str = "/v1/completions", *, rows: int = 1) -> socket.socket:
         """A connection whose request runs, with so many rows of the engine."""
         found = self.connect(body, path)
@@ -170,22 +194,16 @@ class Running:
     def connect(self, body: Any, path: str = "/v1/completions") -> socket.socket:
         """A connection that has sent a request."""
         content = json.dumps(body).encode()
-        found = socket.create_connection(("127.0.0.1", self.port), timeout=20)
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        found.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
-        return found
+        return self.send(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
 
     def check_end(self, code: int = 0) -> None:
         """The server ends, with this exit code."""
         self.thread.join(10)
         assert self.code == [code]
 
-    def until(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
-        """Wait for something, or fail."""
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, "it did not happen"
-            time.sleep(0.005)
+    def until(self, condition: Callable[[], object], seconds: float = 20.0) -> None:
+        until(condition, seconds)
 
     def check_empty(self) -> None:
         """Nothing is held any more, soon."""

@@ -11,7 +11,7 @@ import pytest
 from swiftkv_jax.serve.api.run import _SilenceTimer
 from swiftkv_jax.serve.http import connection as connection_module
 from swiftkv_jax.serve.http.connection import Transport
-from tests.serve.conftest import Running
+from tests.serve.conftest import read_all
 from tests.serve.test_ends import BODY, SLOW, left, metric
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -25,20 +25,10 @@ BIG = {
 }
 
 
-def send(running: Running, content: bytes) -> socket.socket:
-    found = socket.create_connection(("127.0.0.1", running.port), timeout=20)
-    found.sendall(content)
-    return found
-
-
 def until_closed(connection: socket.socket) -> float:
     """Seconds until the server closes it."""
     begun = time.monotonic()
-    try:
-        while connection.recv(65536):
-            pass
-    except ConnectionResetError:
-        pass
+    read_all(connection)
     return time.monotonic() - begun
 
 
@@ -76,10 +66,8 @@ def test_parts_of_an_answer_are_written_together(running, monkeypatch, stream):
 
 def test_a_connection_that_closes_sends_all_of_its_answer(running):
     request = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-    answer = b""
-    with send(running, request) as connection:
-        while part := connection.recv(65536):
-            answer += part
+    with running.send(request) as connection:
+        answer = read_all(connection)
     assert answer.startswith(b"HTTP/1.1 200") and b'"version"' in answer
 
 
@@ -107,7 +95,7 @@ def test_silence_is_timed_from_the_last_restart():
 def test_half_a_body_behind_another_request_has_a_deadline(start):
     running = start(body_timeout=0.4, keep_alive_timeout=30)
     half = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + HEAD + b"Content-Length: 50\r\n\r\n{"
-    with send(running, half) as connection:
+    with running.send(half) as connection:
         assert until_closed(connection) < 5
     running.check_empty()
 
@@ -118,7 +106,7 @@ def test_the_rest_of_an_announced_body_is_not_waited_for(start, monkeypatch, pat
     monkeypatch.setattr(connection_module, "LINGER_SECONDS", 0.3)
     running = start(api_keys={"a": "key-of-a-0"}, body_timeout=30, keep_alive_timeout=30)
     head = b"GET " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000\r\n\r\n"
-    with send(running, head) as connection:
+    with running.send(head) as connection:
         assert connection.recv(65536).startswith(b"HTTP/1.1 ")
         assert until_closed(connection) < 5
     running.check_empty()
@@ -128,14 +116,14 @@ def test_a_body_has_no_more_time_than_the_longest_takes(start, monkeypatch):
     monkeypatch.setattr(connection_module, "BYTES_PER_SECOND", 1e5)
     running = start(body_timeout=0.2, keep_alive_timeout=30, max_body_size=10_000)
     chunked = HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{"
-    with send(running, chunked) as connection:
+    with running.send(chunked) as connection:
         assert until_closed(connection) < 5
     running.check_empty()
 
 
 def test_announced_bodies_hold_no_room(start):
     running = start(max_num_queued_reqs=4, max_num_queued_tokens=100)
-    held = [send(running, HEAD + b"Content-Length: 1000\r\n\r\n") for _ in range(8)]
+    held = [running.send(HEAD + b"Content-Length: 1000\r\n\r\n") for _ in range(8)]
     time.sleep(0.1)
     assert running.post("/v1/completions", BODY | {"max_tokens": 3})[0] == 200
     for one in held:
@@ -147,9 +135,9 @@ def test_announced_bodies_hold_no_room(start):
 def test_bytes_of_bodies_are_counted_as_they_come(start, path):
     running = start(max_queued_bytes=5000, max_body_size=4000)
     head = HEAD.replace(b"/v1/completions", path) + b"Transfer-Encoding: chunked\r\n\r\n"
-    held = send(running, head + b"bb8\r\n" + b" " * 3000 + b"\r\n")
+    held = running.send(head + b"bb8\r\n" + b" " * 3000 + b"\r\n")
     running.until(lambda: running.app.service.admission.bytes == 3000)
-    with send(running, head + b"bb8\r\n" + b" " * 3000 + b"\r\n") as connection:
+    with running.send(head + b"bb8\r\n" + b" " * 3000 + b"\r\n") as connection:
         assert b" 429 " in connection.recv(4096)
     held.close()
     running.check_empty()
@@ -160,7 +148,7 @@ def test_a_connection_is_idle_after_a_body_that_was_refused(start):
     running = start(api_keys={"a": "key-of-a-0"}, body_timeout=0.3, keep_alive_timeout=30)
     content = json.dumps(BODY).encode()
     length = f"Content-Length: {len(content)}\r\n\r\n".encode()
-    with send(running, HEAD + length) as connection:
+    with running.send(HEAD + length) as connection:
         assert b" 401 " in connection.recv(65536)
         connection.sendall(content)
         time.sleep(0.8)

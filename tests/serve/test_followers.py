@@ -20,6 +20,7 @@ from swiftkv_jax.serve.distributed.follower import Follower, connect
 from swiftkv_jax.serve.distributed.followers import Followers, accept_followers, listen
 from swiftkv_jax.serve.service.engine_thread import Ended, EngineThread
 from tests.infer.mock_model_runner import VOCAB, mock_engine
+from tests.serve.conftest import until
 
 SECRET = bytes(range(32))
 FACTS = {"mesh": "1x2", "jax": "1"}
@@ -164,13 +165,6 @@ def _count_pages(engine, counts: list[int]) -> None:
         return outputs
 
     engine.step = counted
-
-
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.002)
 
 
 def random_request(rng: random.Random, grammars: list) -> Request | ScoreRequest:

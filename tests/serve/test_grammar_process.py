@@ -21,6 +21,7 @@ from swiftkv_jax.serve.text.grammar_process import (
     GrammarProcessError,
 )
 from tests.infer.mock_model_runner import END, VOCAB
+from tests.serve.conftest import until
 from tests.serve.test_grammars import ENDLESS
 
 PROC = Path("/proc")
@@ -43,13 +44,6 @@ def endless() -> str:
 def children(pid: int) -> list[int]:
     found = (PROC / str(pid) / "task" / str(pid) / "children").read_text()
     return [int(one) for one in found.split()]
-
-
-def until(condition) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
 
 
 def test_it_says_what_the_compiler_says(process, compiler):

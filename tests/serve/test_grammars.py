@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -36,40 +37,43 @@ class Slow:
 
 
 @pytest.fixture
-def slow(running, compiler):
-    """The compiler of `running`."""
-    made: Any = Slow(compiler.compile_grammar)
-    kept = running.app.grammars
-    running.app.grammars = GrammarQueue(made, queue_timeout=20.0)
+def slow(compiler) -> Iterator[Any]:
+    made = Slow(compiler.compile_grammar)
     yield made
     made.go.set()
-    running.app.grammars = kept
 
 
-def test_grammars_of_clients_that_have_left_are_not_compiled(running, slow):
+@pytest.fixture
+def of_server(running, slow, monkeypatch):
+    """`slow`, as the compiler of `running`."""
+    monkeypatch.setattr(running.app, "grammars", GrammarQueue(slow, queue_timeout=20.0))
+    return slow
+
+
+def test_grammars_of_clients_that_have_left_are_not_compiled(running, of_server):
     """They fill no queue, nor what is admitted; and prompts are not held up meanwhile."""
     forms = [{"structured_outputs": {"regex": "a" * (number + 1)}} for number in range(20)]
     held = [running.connect(BODY | form) for form in forms]
     admission = running.app.service.admission
     running.until(lambda: admission.sequences == len(forms))
-    running.until(lambda: len(slow.begun) == WORKERS)
+    running.until(lambda: len(of_server.begun) == WORKERS)
     for one in held[:-1]:
         one.close()
     running.until(lambda: admission.sequences == 1)
     assert running.post(COMPLETIONS, BODY)[0] == 200
     assert running.post("/tokenize", {"prompt": "hello"})[0] == 200
-    assert len(slow.begun) == WORKERS
-    slow.go.set()
+    assert len(of_server.begun) == WORKERS
+    of_server.go.set()
     assert b" 200 " in held[-1].recv(4096)
     held[-1].close()
-    assert len(slow.begun) <= WORKERS + 1
+    assert len(of_server.begun) <= WORKERS + 1
 
 
-def test_the_time_of_a_request_counts_while_its_grammar_waits(running, slow):
+def test_the_time_of_a_request_counts_while_its_grammar_waits(running, of_server):
     body = BODY | {"structured_outputs": {"regex": "abc"}}
     status, answer = running.post(COMPLETIONS, body, x_request_timeout_ms="200")
     assert status == 504 and answer["error"]["code"] == "request_timeout"
-    assert not slow.go.is_set() and running.app.service.admission.sequences == 0
+    assert not of_server.go.is_set() and running.app.service.admission.sequences == 0
 
 
 def test_a_grammar_that_takes_long_is_refused(start):
@@ -108,9 +112,8 @@ def test_long_schemas_are_read_in_a_thread(running, monkeypatch):
     assert not short.startswith("tokenizer") and long.startswith("tokenizer")
 
 
-def test_each_waits_for_a_turn_by_its_own_time(compiler):
+def test_each_waits_for_a_turn_by_its_own_time(slow):
     """Who joins another has not waited as long."""
-    slow: Any = Slow(compiler.compile_grammar)
 
     async def run() -> None:
         queue, good = GrammarQueue(slow, queue_timeout=1.0), json_grammar(True)
@@ -126,15 +129,10 @@ def test_each_waits_for_a_turn_by_its_own_time(compiler):
         assert await second and slow.begun.count(good) == 1
         await asyncio.gather(*busy, return_exceptions=True)
 
-    try:
-        asyncio.run(run())
-    finally:
-        slow.go.set()
+    asyncio.run(run())
 
 
-def test_waiting_for_a_turn_has_an_end(compiler):
-    slow: Any = Slow(compiler.compile_grammar)
-
+def test_waiting_for_a_turn_has_an_end(slow):
     async def run() -> None:
         queue = GrammarQueue(slow, queue_timeout=0.2)
         busy = [asyncio.ensure_future(queue.matcher_of(str(n), "p")) for n in range(WORKERS)]
@@ -146,29 +144,25 @@ def test_waiting_for_a_turn_has_an_end(compiler):
         for one in busy:
             one.cancel()
 
-    try:
-        asyncio.run(run())
-    finally:
-        slow.go.set()
+    asyncio.run(run())
     assert len(slow.begun) == WORKERS
 
 
-def test_equal_grammars_are_compiled_once_and_few_are_kept(running, slow):
-    slow.go.set()
+def test_equal_grammars_are_compiled_once_and_few_are_kept(running, of_server):
+    of_server.go.set()
     form = {"structured_outputs": {"regex": "[a-d]{3}"}, "seed": 1}
     texts = {running.post(COMPLETIONS, BODY | form)[1]["choices"][0]["text"] for _ in range(5)}
-    assert len(texts) == 1 and len(slow.begun) == 1, "no answer has moved the one that is kept"
+    assert len(texts) == 1 and len(of_server.begun) == 1, "no answer has moved the one that is kept"
     for number in range(MAX_CACHED):
         other = {"structured_outputs": {"regex": f"x{number}"}}
         assert running.post(COMPLETIONS, BODY | other)[0] == 200
     assert len(running.app.grammars._cached) == MAX_CACHED
     running.post(COMPLETIONS, BODY | form)
-    assert len(slow.begun) == MAX_CACHED + 2
+    assert len(of_server.begun) == MAX_CACHED + 2
 
 
-def test_those_who_ask_at_once_wait_for_one_compilation(compiler):
+def test_those_who_ask_at_once_wait_for_one_compilation(slow):
     """It goes on for those that stay, and ends with the last that leaves."""
-    slow: Any = Slow(compiler.compile_grammar)
 
     async def run() -> None:
         queue = GrammarQueue(slow, queue_timeout=20.0)
@@ -192,7 +186,4 @@ def test_those_who_ask_at_once_wait_for_one_compilation(compiler):
             await queue.matcher_of("bad", "s")
         assert slow.begun.count("bad") == 2
 
-    try:
-        asyncio.run(run())
-    finally:
-        slow.go.set()
+    asyncio.run(run())

@@ -2,7 +2,6 @@
 
 import json
 import random
-import socket
 import time
 import types
 
@@ -13,7 +12,7 @@ from swiftkv_jax.serve.http.auth import KEY_VARIABLE, read_keys
 from swiftkv_jax.serve.options import ServerOptions
 from swiftkv_jax.serve.service.admission import QUANTUM, FairQueue
 from swiftkv_jax.serve.service.generation import Generation, WaitingPart
-from tests.serve.conftest import Running
+from tests.serve.conftest import Running, read_all
 
 BODY = {"prompt": "hello", "max_tokens": 2}
 ROUTES = [
@@ -126,8 +125,8 @@ def test_a_page_of_another_host_is_refused(start):
         ("", 403),
     ):
         assert running.request("GET", "/v1/models", headers={"host": host})[0] == status
-    with connect(running, b"GET /health HTTP/1.0\r\n\r\n") as connection:
-        assert b" 200 " in answer_of(connection)
+    with running.send(b"GET /health HTTP/1.0\r\n\r\n") as connection:
+        assert b" 200 " in read_all(connection)
 
 
 @pytest.mark.parametrize("host", ["proxy.example:80", "[::1]:80"])
@@ -167,41 +166,27 @@ def test_pages_of_other_origins_need_leave(start, running):
 # Sizes and slow connections ------------------------------------------------------------
 
 
-def answer_of(connection: socket.socket) -> bytes:
-    """All that comes until the server closes."""
-    content = b""
-    while more := connection.recv(65536):
-        content += more
-    return content
-
-
-def connect(running: Running, content: bytes) -> socket.socket:
-    found = socket.create_connection(("127.0.0.1", running.port), timeout=20)
-    found.sendall(content)
-    return found
-
-
 def test_a_body_has_a_limit(start):
     running = start(max_body_size=1000)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    with connect(running, head + b"Content-Length: 100000000\r\n\r\n") as connection:
-        content = answer_of(connection)
+    with running.send(head + b"Content-Length: 100000000\r\n\r\n") as connection:
+        content = read_all(connection)
         assert b" 413 " in content and b"body_too_large" in content and b"1000 bytes" in content
-    with connect(running, head + b"Transfer-Encoding: chunked\r\n\r\n") as connection:
+    with running.send(head + b"Transfer-Encoding: chunked\r\n\r\n") as connection:
         chunk = b"3e8\r\n" + b" " * 1000 + b"\r\n"
         connection.sendall(chunk + chunk)
-        assert b" 413 " in answer_of(connection)
+        assert b" 413 " in read_all(connection)
     running.check_empty()
 
 
 def test_headers_have_a_limit(running):
     head = b"GET /health HTTP/1.1\r\nHost: x\r\n"
-    with connect(running, head) as connection:
+    with running.send(head) as connection:
         content = b""
         try:
             for _ in range(64):
                 connection.sendall(b"x-a: " + b"a" * 8000 + b"\r\n")
-            content = answer_of(connection)
+            content = read_all(connection)
         except OSError:
             pass  # it is closed while there is more to send
         assert content == b"" or b" 400 " in content
@@ -209,8 +194,8 @@ def test_headers_have_a_limit(running):
     status, _, answer = running.request("GET", "/health", headers=long)
     assert status == 431 and b"headers_too_large" in answer
     for garbage in (b"\x16\x03\x01\x02\x00\x01", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"):
-        with connect(running, garbage + b"\r\n\r\n") as connection:
-            content = answer_of(connection)
+        with running.send(garbage + b"\r\n\r\n") as connection:
+            content = read_all(connection)
             assert b"400" in content and b'"invalid_request"' in content
     assert running.request("GET", "/health")[0] == 200
 
@@ -225,15 +210,12 @@ def test_slow_connections_are_closed(start):
         (head + b"Content-Length: 20\r\n\r\n", 0.5),
         (head + b'Content-Length: 20\r\n\r\n{"prompt"', 0.5),
     ):
-        with connect(running, sent) as connection:
+        with running.send(sent) as connection:
             begun = time.monotonic()
-            try:
-                content = answer_of(connection)
-            except ConnectionResetError:
-                content = b""
+            content = read_all(connection)
             assert content == b"" and seconds - 0.05 < time.monotonic() - begun < seconds + 3
     # A byte now and then is no progress.
-    with connect(running, b"GET /health HTTP/1.1\r\n") as connection:
+    with running.send(b"GET /health HTTP/1.1\r\n") as connection:
         begun = time.monotonic()
         with pytest.raises(OSError):
             for character in b"x-slow: " + b"a" * 100:
@@ -251,10 +233,10 @@ def test_a_long_silence_of_an_answer_is_no_slow_connection(start):
 
 def test_connections_have_a_limit(start):
     running = start(max_connections=3)
-    held = [connect(running, b"GET /health HTTP/1.1\r\n") for _ in range(3)]
+    held = [running.send(b"GET /health HTTP/1.1\r\n") for _ in range(3)]
     time.sleep(0.1)
-    with connect(running, b"") as connection:
-        content = answer_of(connection)
+    with running.send(b"") as connection:
+        content = read_all(connection)
     assert b" 503 " in content and b"too_many_connections" in content
     assert b"\r\nretry-after: 1\r\n" in content
     for one in held:
@@ -263,7 +245,7 @@ def test_connections_have_a_limit(start):
 
 def test_requests_one_after_the_other_on_a_connection(running):
     head = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-    with connect(running, head * 5) as connection:
+    with running.send(head * 5) as connection:
         content = b""
         while content.count(b'"ok"') < 5:
             content += connection.recv(65536)

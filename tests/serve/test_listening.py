@@ -19,6 +19,7 @@ from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.__main__ import main
 from swiftkv_jax.serve import server
 from swiftkv_jax.serve.options import ServerOptions
+from tests.serve.conftest import read_all
 from tests.serve.process import SMALL, serving
 from tests.serve.test_ends import BODY
 
@@ -66,14 +67,10 @@ def test_a_start_tells_how_far_it_is(start):
 
 def ask(connection, content: bytes) -> bytes:
     """The answer, up to the end of the connection."""
-    found = b""
     with connection:
         connection.settimeout(20)
         connection.sendall(content)
-        with contextlib.suppress(ConnectionResetError):
-            while part := connection.recv(65536):
-                found += part
-    return found
+        return read_all(connection)
 
 
 def test_tls(start, certificate):

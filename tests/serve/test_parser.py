@@ -7,7 +7,7 @@ import h11
 import pytest
 
 from swiftkv_jax.serve.http.parser import MAX_EMPTY_LINES, Parser
-from tests.serve.test_connections import send
+from tests.serve.conftest import read_all
 
 BODY = b'{"prompt": "a", "max_tokens": 1}'
 LENGTH = b"Content-Length: %d\r\n" % len(BODY)
@@ -26,7 +26,7 @@ def answers(running, content: bytes, *more: bytes) -> list[tuple[int, bytes]]:
     once the server has said that it ends it, or has answered `GET /health`. `more` is sent after
     the first answer has begun."""
     found = b""
-    with send(running, content) as connection:
+    with running.send(content) as connection:
         for part in more:
             found += connection.recv(65536)
             connection.sendall(part)
@@ -77,10 +77,8 @@ def test_a_clear_framing_keeps_the_connection(running, headers, body):
 )
 def test_a_framing_in_doubt_ends_the_connection(running, content):
     """The body is the chunks'; what follows is no request, come at once or later."""
-    with send(running, content + HEALTH) as connection:
-        found = b""
-        while part := _receive(connection):
-            found += part
+    with running.send(content + HEALTH) as connection:
+        found = read_all(connection)
     assert found.startswith(b"HTTP/1.1 200") and found.count(b"HTTP/1.1 ") == 1
     assert b"\r\nconnection: close\r\n" in found.lower()
     assert json.loads(found.partition(b"\r\n\r\n")[2])["usage"]["prompt_tokens"] == 1
