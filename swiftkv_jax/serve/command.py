@@ -7,7 +7,6 @@ import asyncio
 import dataclasses
 import functools
 import importlib.util
-import ipaddress
 import logging
 import time
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,7 @@ from ..infer.structured.structured_outputs import GrammarCompiler
 from ..model.model import Model
 from ..process.distributed import announces_several
 from .arguments import EngineFeatures, ServeCommand
-from .options import ServerOptions
+from .options import ServerOptions, is_loopback
 
 if TYPE_CHECKING:
     from .distributed.followers import Followers
@@ -179,11 +178,3 @@ def _keys(command: ServeCommand) -> dict[str, str]:
     from .http.auth import read_keys
 
     return read_keys(command.api_key, command.api_key_file)
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can connect."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import json
 import re
 import ssl
@@ -131,6 +132,14 @@ def parse_origins(text: str) -> tuple[str, ...]:
     return origins
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether a host is reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def _timeout(default: float, text: str, **how: Any) -> float:
     """The field of a time that has a limit."""
     return option(default, f"seconds {text} (default: %(default)s)", metavar="S", **how)
@@ -218,23 +227,17 @@ class ServerOptions:
     max_num_queued_reqs: int | None = option(
         None, "sequences that wait or run (default: four for each slot, at least 64)", metavar="N"
     )
-    """Sequences of all requests that wait or run."""
     max_num_queued_tokens: int | None = option(
         None,
-        "prompt tokens that wait (default: those of 30 s of prefill, at least four times "
-        "--max-model-len)",
+        "prompt tokens that wait and are not cached (default: those of 30 s of prefill, at least "
+        "four times --max-model-len)",
         metavar="N",
         parse=token_count,
     )
-    """Prompt tokens of waiting requests that are not cached yet."""
     max_queued_bytes: int = option(
-        256 * 2**20, "bytes of bodies in memory (default: 256 MiB)", metavar="N"
+        256 * 2**20, "bytes of the bodies of unanswered requests (default: 256 MiB)", metavar="N"
     )
-    """Bytes of the bodies of all requests that are not answered yet."""
-    max_reqs_per_key: int | None = option(
-        None, "sequences of one key (default: no limit)", metavar="N"
-    )
-    """Sequences of one key that wait or run."""
+    max_reqs_per_key: int | None = option(None, "those of one key (default: no limit)", metavar="N")
     scheduling_policy: Literal["fcfs", "priority"] = option(
         "fcfs",
         "order of the requests of one key: of arrival, or of their `priority` (default: "

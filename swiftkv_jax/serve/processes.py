@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import os
 import secrets
 import socket
-import sys
 from collections.abc import Callable, Mapping
 from typing import NoReturn
 
@@ -25,7 +23,7 @@ from ..process.distributed import coordinator_host, run_on_process_0
 from .app import Loaded
 from .distributed.follower import Follower, connect, ignore_signals
 from .distributed.followers import Followers, accept_followers, listen
-from .server import Report
+from .server import Report, end
 from .text.token_text import TokenSpellings
 
 SECRET_BYTES = 32
@@ -141,11 +139,7 @@ def _follow(
 def _end_with(error: Exception, followers: Followers | None) -> NoReturn:
     """Write an error, end the followers of this process, then the process."""
     code = cli.report(error, cli.log_parser())
-    if followers is not None:
-        followers.close("its message says why")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    end(code, followers)
 
 
 def _facts(model_options: ModelOptions, engine_options: EngineOptions) -> dict[str, str]:

@@ -213,9 +213,9 @@ async def _stop_engine(app: App, followers: Followers | None) -> int:
     if not await asyncio.get_running_loop().run_in_executor(None, stop):
         if not isinstance(failure, ConnectionError):
             faulthandler.dump_traceback(all_threads=True)
-        _end(code or ERROR, followers)  # the step that hangs will not end
+        end(code or ERROR, followers)  # the step that hangs will not end
     if not app.close() or (followers is not None and code):
-        _end(code, followers)  # else threads, or processes that have ended, were waited for
+        end(code, followers)  # else threads, or processes that have ended, were waited for
     return code
 
 
@@ -287,10 +287,10 @@ async def _abandon(
     server.should_exit = True
     await web
     logger.info("stopped before the model was ready")
-    _end(OK, followers)
+    end(OK, followers)
 
 
-def _end(code: int, followers: Followers | None) -> NoReturn:
+def end(code: int, followers: Followers | None) -> NoReturn:
     """End the process at once, whatever its threads wait for."""
     if followers is not None:
         followers.close("its message says why" if code else "")

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import openai
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from swiftkv_jax.infer.structured.structured_outputs import GrammarCompiler
 from swiftkv_jax.serve import app as app_module
-from swiftkv_jax.serve import server
+from swiftkv_jax.serve import server as server_module
 from swiftkv_jax.serve.app import App, Loaded
 from swiftkv_jax.serve.options import ServerOptions
 from swiftkv_jax.serve.service import service as service_module
@@ -34,35 +35,20 @@ TEMPLATE = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 USER_TOKEN = 96
+ROOM = {"max_model_len": 2048, "num_pages": 2048}
 
 
-def make_tokenizer() -> Any:
+def make_tokenizer(*tags: str, special: bool = False, template: str = TEMPLATE) -> Any:
     """One token for each of 94 printable characters of ASCII and the space; the last one begins a
-    turn, and none but the template may write it."""
+    turn, and none but the template may write it. With `tags` each of them is an added token, as in
+    Qwen's tokenizers, and the line break a token, in the place of rare characters."""
     alphabet = [chr(code) for code in range(33, 127)] + ["Ġ"]
     vocab = {"<|end|>": END} | {one: index for index, one in enumerate(alphabet, start=1)}
     vocab["<|user|>"] = USER_TOKEN
     assert len(vocab) == VOCAB
+    for old, new in zip("^~`@#%$&", ("Ċ", *tags) if tags else (), strict=False):
+        vocab[new] = vocab.pop(old)
     backend = Tokenizer(models.BPE(vocab, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token="<|end|>",
-        additional_special_tokens=["<|user|>"],
-        clean_up_tokenization_spaces=False,
-    )
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
-
-
-def make_tagged_tokenizer(*tags: str, special: bool = False, template: str = TEMPLATE) -> Any:
-    """That of `make_tokenizer` with an added token for each tag, as Qwen's tokenizers have, and a
-    token for the line break, in the place of rare characters."""
-    tokens = json.loads(make_tokenizer().backend_tokenizer.to_str())["model"]["vocab"]
-    for old, new in zip("^~`@#%$&", ("Ċ", *tags), strict=False):
-        tokens[new] = tokens.pop(old)
-    backend = Tokenizer(models.BPE(tokens, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     tokenizer: Any = PreTrainedTokenizerFast(
@@ -146,6 +132,10 @@ class Running:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    def openai(self) -> openai.OpenAI:
+        """The official client, which asks once."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     def request(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
@@ -235,7 +225,7 @@ def start() -> Iterator[Start]:
         step_seconds: float = 0.0,
         send_buffer: int | None = None,
         tokenizer: Any = None,
-        on_load: Callable[[server.Report], None] | None = None,
+        on_load: Callable[[server_module.Report], None] | None = None,
         checks_grammars: bool = False,
         listener: socket.socket | None = None,
         **options: Any,
@@ -243,22 +233,22 @@ def start() -> Iterator[Start]:
         compiler = checked if checks_grammars else UncheckedCompiler
         patch.setattr(app_module, "CheckedCompiler", compiler)
         loaded, runner = mock_loaded(engine, step_seconds, tokenizer)
-        listener = listener or server.listen("127.0.0.1", 0)
+        listener = listener or server_module.listen("127.0.0.1", 0)
         if send_buffer is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         apps: list[tuple[App, Callable[[], None]]] = []
         code: list[int] = []
 
-        def load(report: server.Report) -> Loaded:
+        def load(report: server_module.Report) -> Loaded:
             if on_load is not None:
                 on_load(report)
             return loaded
 
         def run() -> None:
-            with asyncio.Runner(loop_factory=server.loop_factory()) as runner:
+            with asyncio.Runner(loop_factory=server_module.loop_factory()) as runner:
                 code.append(
                     runner.run(
-                        server.serve(
+                        server_module.serve(
                             ServerOptions(**options),
                             "tiny",
                             listener,
@@ -326,3 +316,17 @@ def running(shared) -> Iterator[Running]:
     """The same for all tests of a module; afterwards it holds nothing."""
     yield shared
     shared.check_empty()
+
+
+@pytest.fixture(scope="module")
+def server(start) -> Running:
+    """A server with room for tools, which it reads in Llama's format."""
+    return start(engine=ROOM, tool_call_parser="llama3_json")
+
+
+@pytest.fixture
+def client(server) -> Iterator[openai.OpenAI]:
+    """The official client of `server`, which holds nothing afterwards."""
+    with server.openai() as client:
+        yield client
+    server.check_empty()

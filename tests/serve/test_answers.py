@@ -28,7 +28,7 @@ def expected(prompt: str | list[int], max_tokens: int, sample: int = 0) -> tuple
 
 @pytest.fixture
 def client(running):
-    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+    with running.openai() as client:
         yield client
 
 

@@ -4,7 +4,6 @@ import json
 import re
 from typing import Any
 
-import openai
 import pytest
 
 from swiftkv_jax.errors import ContextLengthError
@@ -107,7 +106,7 @@ def test_counting_refuses_in_the_same_words(running):
 @pytest.mark.parametrize(("text", "new"), [(SHORT, 5000), (LONG, 4)])
 def test_a_stream_of_responses_fails_in_its_events(running, text, new):
     """As OpenAI's does: Codex looks for the code there alone."""
-    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+    with running.openai() as client:
         events: list[Any] = list(
             client.responses.create(model="tiny", input=text, max_output_tokens=new, stream=True)
         )

@@ -11,17 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
-import openai
 import pytest
 
-from tests.serve.conftest import TEMPLATE, make_tagged_tokenizer
+from tests.serve.conftest import TEMPLATE, make_tokenizer
 
 FILE = Path(__file__).parent / "conversations.json"
 TEMPLATE = TEMPLATE + "{# <tool_call> </think> #}{% if enable_thinking %}{% endif %}"
 TEMPLATE = TEMPLATE.replace("{#", "{% if false %}<tool_call>{% endif %}{#")
-TOKENIZER = make_tagged_tokenizer(
-    "<think>", "</think>", "<tool_call>", "</tool_call>", template=TEMPLATE
-)
+TOKENIZER = make_tokenizer("<think>", "</think>", "<tool_call>", "</tool_call>", template=TEMPLATE)
 NAME = "forecast"
 SCHEMA = {
     "type": "object",
@@ -109,7 +106,7 @@ def server(start):
 def clients(server) -> Iterator[dict[str, Any]]:
     """The function that sends a request of each API."""
     with (
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as one,
+        server.openai() as one,
         anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as other,
     ):
         chat, responses = one.chat.completions.create, one.responses.create

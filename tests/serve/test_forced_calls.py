@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.serve.conftest import END, TEMPLATE, make_tagged_tokenizer
+from tests.serve.conftest import END, TEMPLATE, make_tokenizer
 from tests.serve.test_forms import CHAT, ROOM, chat
 
 TAGS = "<tool_call>", "</tool_call>"
@@ -72,7 +72,7 @@ def whole(answer) -> list[tuple]:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["added", "special"])
 def qwen(start, request):
-    tokenizer = make_tagged_tokenizer(*TAGS, special=request.param, template=HERMES)
+    tokenizer = make_tokenizer(*TAGS, special=request.param, template=HERMES)
     return start(engine=ROOM, tokenizer=tokenizer)
 
 
@@ -118,9 +118,7 @@ def test_several_calls_in_one_answer(qwen, says):
 @pytest.mark.parametrize("special", [False, True])
 def test_forced_calls_after_reasoning(start, says, special):
     """The prompt ends with the tag that begins it; the call follows the one that ends it."""
-    tokenizer = make_tagged_tokenizer(
-        "<think>", "</think>", *TAGS, special=special, template=THINKING
-    )
+    tokenizer = make_tokenizer("<think>", "</think>", *TAGS, special=special, template=THINKING)
     running = start(engine=ROOM, tokenizer=tokenizer)
     says(f"Rome, so 4.</think>{CALL}", tokenizer, "assistant: <think>\n")
     body = chat(tools=[TOOL], tool_choice="required", parallel_tool_calls=False, max_tokens=400)
@@ -135,7 +133,7 @@ def test_forced_calls_after_reasoning(start, says, special):
 @pytest.mark.parametrize("tag", ["", "<|python_tag|>"])
 def test_the_python_tag_may_begin_a_call(start, says, tag):
     """Llama 3's, as a token, which texts leave out."""
-    tokenizer = make_tagged_tokenizer("<|python_tag|>", special=True)
+    tokenizer = make_tokenizer("<|python_tag|>", special=True)
     running = start(engine=ROOM, tokenizer=tokenizer)
     call = '{"name": "f", "parameters": {"days":4,"unit":"C"}}'
     says(f"{tag}{call}; {call}", tokenizer)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.serve.conftest import USER_TOKEN, make_tokenizer
+from tests.serve.conftest import ROOM, USER_TOKEN, make_tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SCHEMA = {
@@ -19,7 +19,6 @@ TOOLS = [
     {"type": "function", "function": FORECAST},
     {"type": "function", "function": {"name": "now"}},
 ]
-ROOM = {"max_model_len": 2048, "num_pages": 2048}
 CALL = '{"name": "forecast", "parameters": {"city": "Rome", "days": 3}}'
 
 

@@ -5,15 +5,9 @@ from typing import Any
 import pytest
 
 from swiftkv_jax.serve.bodies.media import first_said_now
-from tests.serve.test_forms import ROOM
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 TEXT = "[{} left out: this model reads text]"
-
-
-@pytest.fixture(scope="module")
-def server(start):
-    return start(engine=ROOM, tool_call_parser="llama3_json")
 
 
 def user(*content: Any) -> dict[str, Any]:

@@ -17,16 +17,11 @@ from swiftkv_jax.serve.api.message_events import error_body
 from swiftkv_jax.serve.api.messages import chat_body
 from swiftkv_jax.serve.errors import APIError
 from swiftkv_jax.serve.protocol import FunctionCall, Message, ToolCall
-from tests.serve.test_forms import ROOM, SCHEMA
+from tests.serve.test_forms import SCHEMA
 
 PATH, COUNT, CHAT = "/v1/messages", "/v1/messages/count_tokens", "/v1/chat/completions"
 HI: Any = [{"role": "user", "content": "hi"}]
 FORECAST: Any = {"name": "forecast", "description": "The weather.", "input_schema": SCHEMA}
-
-
-@pytest.fixture(scope="module")
-def server(start):
-    return start(engine=ROOM, tool_call_parser="llama3_json")
 
 
 def client_of(running) -> anthropic.Anthropic:

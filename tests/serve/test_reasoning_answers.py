@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve.conftest import make_tagged_tokenizer, make_tokenizer
+from tests.serve.conftest import make_tokenizer
 from tests.serve.test_forms import CALL, CHAT, COMPLETIONS, ROOM, SCHEMA, TOOLS, check_schema
 
 RESPONSES = "/v1/responses"
@@ -27,7 +27,7 @@ SAID = THOUGHT + "\n\nIt is 4."
 
 
 def make_reasoning_tokenizer(template: str, *, special: bool = False):
-    return make_tagged_tokenizer("<think>", "</think>", special=special, template=template)
+    return make_tokenizer("<think>", "</think>", special=special, template=template)
 
 
 HYBRID_TOKENIZER = make_reasoning_tokenizer(HYBRID)

@@ -4,7 +4,6 @@ import copy
 import json
 from typing import Any
 
-import openai
 import pytest
 
 from swiftkv_jax.serve.api.response_bodies import ResponsesBody
@@ -32,18 +31,6 @@ CODEX = {
     "extra_body": {"client_metadata": {"x-codex-installation-id": "b"}},
 }
 """What Codex sends with an empty configuration, shortened."""
-
-
-@pytest.fixture(scope="module")
-def server(start):
-    return start(engine=ROOM, tool_call_parser="llama3_json")
-
-
-@pytest.fixture
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-    server.check_empty()
 
 
 def call_of(name: str) -> str:

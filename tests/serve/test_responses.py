@@ -3,7 +3,6 @@
 import time
 from typing import Any
 
-import openai
 import pytest
 
 from swiftkv_jax.serve.api.response_bodies import InputItem, ResponsesBody
@@ -11,22 +10,10 @@ from swiftkv_jax.serve.api.response_events import ResponseWriter
 from swiftkv_jax.serve.api.responses import chat_body
 from swiftkv_jax.serve.errors import APIError
 from swiftkv_jax.serve.protocol import MAX_MESSAGES, Message
-from tests.serve.test_forms import ROOM, SCHEMA
+from tests.serve.test_forms import SCHEMA
 
 PATH = "/v1/responses"
 FORECAST = {"type": "function", "name": "forecast", "parameters": SCHEMA}
-
-
-@pytest.fixture(scope="module")
-def server(start):
-    return start(engine=ROOM, tool_call_parser="llama3_json")
-
-
-@pytest.fixture
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-    server.check_empty()
 
 
 def test_items_become_messages():
@@ -93,7 +80,7 @@ def test_what_asks_for_nothing(server):
 def test_a_stream_that_cannot_go_on_ends_with_a_failed_response(start):
     """The item that is open is closed before."""
     running = start(request_timeout=0.6, step_seconds=0.15, sse_keep_alive=0.05)
-    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+    with running.openai() as client:
         events: list[Any] = list(client.responses.create(model="tiny", input="hi", stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     first, last = events[0], events[-1]

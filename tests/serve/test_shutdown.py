@@ -78,7 +78,7 @@ def test_half_a_body_holds_nothing_up(path, start):
 def test_a_grammar_that_is_still_compiled_holds_nothing_up(busy, start, monkeypatch):
     """Its thread cannot be stopped, and Python would wait for it."""
     ended = []
-    monkeypatch.setattr(server, "_end", lambda code, followers: ended.append(code))
+    monkeypatch.setattr(server, "end", lambda code, followers: ended.append(code))
     running = start()
     close = running.app.grammars.close
     monkeypatch.setattr(running.app.grammars, "close", lambda: close() and not busy)

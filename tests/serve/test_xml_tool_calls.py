@@ -12,7 +12,7 @@ from swiftkv_jax.serve.bodies.call_grammars import calls_grammar
 from swiftkv_jax.serve.text.tool_formats import ToolFormat, tool_format_of
 from swiftkv_jax.serve.text.xml_tool_calls import XMLToolCallParser
 from tests.infer.test_grammar_tokenizer import byte_level, made, walk
-from tests.serve.conftest import TEMPLATE, make_tagged_tokenizer
+from tests.serve.conftest import TEMPLATE, make_tokenizer
 from tests.serve.test_forced_calls import streamed, whole
 from tests.serve.test_forms import CHAT, ROOM, chat
 
@@ -295,7 +295,7 @@ def test_what_has_no_such_form_is_refused(schema, message):
 def test_a_server(start, says):
     form = "<tool_call>\n<function=x>\n<parameter=y>"
     template = TEMPLATE + "{% if false %}" + form + "{% endif %}"
-    tokenizer = make_tagged_tokenizer("<tool_call>", "</tool_call>", template=template)
+    tokenizer = make_tokenizer("<tool_call>", "</tool_call>", template=template)
     running = start(engine=ROOM, tokenizer=tokenizer)
     tool = {"type": "function", "function": {"name": "f", "parameters": FORCED}}
     says("Yes.\n" + call(code="ab", days="7", where='{"x":1}'), tokenizer)

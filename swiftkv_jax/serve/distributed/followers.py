@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ...errors import UsageError
 from ...infer.engine.requests import Request, ScoreRequest
+from ..options import is_loopback
 from .channel import Channel
 from .frames import FROM_FOLLOWER, HELLO, Abort, Done, Failed, Hello, Last, Ready, Welcome, frames
 
@@ -156,7 +157,7 @@ def listen(host: str) -> socket.socket:
     Raises `OSError`."""
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     address = str(address[0])
-    if ipaddress.ip_address(address).is_loopback and not _names_loopback(host):
+    if ipaddress.ip_address(address).is_loopback and not is_loopback(host):
         # Some systems give a machine's own name a loopback address, which others do not reach.
         family = socket.AF_INET
         address = ""
@@ -165,13 +166,6 @@ def listen(host: str) -> socket.socket:
     except OSError as error:
         error.add_note(f"cannot listen on {address}, the coordinator's address, for the followers")
         raise
-
-
-def _names_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def accept_followers(
