@@ -1,5 +1,6 @@
 """Events of the prefix cache: vLLM's wire format, and the queue before the publisher."""
 
+import socket
 import sys
 import time
 
@@ -11,7 +12,11 @@ from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.__main__ import main
 from swiftkv_jax.infer.engine.cache_events import PageRemoved, PagesStored
 from swiftkv_jax.serve.distributed.kv_events import (
+    AllBlocksCleared,
     Batches,
+    BlockRemoved,
+    BlockStored,
+    KVEventBatch,
     KVEventPublisher,
     block_hash,
     encode_batch,
@@ -124,3 +129,136 @@ def test_null_publishes_nothing():
     text = '{"endpoint": "tcp://*:1", "enable_kv_cache_events": true, "publisher": "null"}'
     assert not KVEventsConfig.from_json(text).is_enabled
     assert KVEventsConfig.from_json('{"endpoint": "tcp://*:1"}').is_enabled
+
+
+# Subscribers ----------------------------------------------------------------------------------
+
+TOPIC = "kv@127.0.0.1@tiny"
+
+
+@pytest.fixture
+def connected():
+    """Makes sockets of a kind, by its name, connected to an endpoint; None connects to none."""
+    import zmq  # pyright: ignore[reportMissingImports]
+
+    context, sockets = zmq.Context(), []
+
+    def connect(kind: str, endpoint: str | None):
+        sockets.append(context.socket(getattr(zmq, kind)))
+        if endpoint is not None:
+            sockets[-1].connect(endpoint)
+        return sockets[-1]
+
+    yield connect
+    for one in sockets:
+        one.close(linger=0)
+    context.term()
+
+
+def receive(subscriber, *, seconds: float = 10.0) -> tuple[int, KVEventBatch]:
+    assert subscriber.poll(1000 * seconds), "no message"
+    topic, number, payload = subscriber.recv_multipart()
+    assert topic == TOPIC.encode() and len(number) == 8
+    return int.from_bytes(number, "big"), msgspec.msgpack.decode(payload, type=KVEventBatch)
+
+
+def cached_hashes(running) -> set[int]:
+    (pool,) = running.app.service.engine._engine._pools
+    return {block_hash(key) for key in pool._page_of}
+
+
+def test_a_subscriber_knows_what_is_cached(start, connected, tmp_path):
+    """With what it has missed from a replay; evicted pages among it."""
+    endpoint, replay_endpoint = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+    config = KVEventsConfig(endpoint=endpoint, replay_endpoint=replay_endpoint, topic=TOPIC)
+    running = start(engine={"num_pages": 24, "max_model_len": 64}, kv_events_config=config)
+    for number in range(3):  # before anyone listens
+        body = {"prompt": f"{number} is early", "max_tokens": 8, "ignore_eos": True}
+        running.post("/v1/completions", body)
+    subscriber = connected("SUB", endpoint)
+    subscriber.subscribe(TOPIC)
+    time.sleep(0.5)  # what a subscription takes to arrive
+    for number in range(20):
+        body = {"prompt": f"{number} is a number", "max_tokens": 8, "ignore_eos": True}
+        running.post("/v1/completions", body)
+    running.check_empty()
+    batches = [receive(subscriber)]
+    while subscriber.poll(500):
+        batches.append(receive(subscriber))
+    first = batches[0][0]
+    assert first > 0 and [number for number, _ in batches] == list(
+        range(first, first + len(batches))
+    )
+    replay = connected("DEALER", replay_endpoint)
+    replay.send_multipart((b"", (0).to_bytes(8, "big")))
+    missed = []
+    while True:
+        assert replay.poll(10_000)
+        empty, number, payload = replay.recv_multipart()
+        assert empty == b""
+        if not payload:
+            assert number == b"\xff" * 8
+            break
+        batch = msgspec.msgpack.decode(payload, type=KVEventBatch)
+        missed.append((int.from_bytes(number, "big"), batch))
+    assert [number for number, _ in missed] == list(range(len(missed)))
+    assert missed[first:] == batches
+    known: set[int] = set()
+    kinds = [type(event) for _, batch in missed for event in batch.events]
+    assert kinds[0] is AllBlocksCleared and BlockRemoved in kinds
+    for _, batch in missed:
+        for event in batch.events:
+            if isinstance(event, BlockStored):
+                assert not known & set(event.block_hashes)
+                assert len(event.token_ids) == event.block_size * len(event.block_hashes)
+                known |= set(event.block_hashes)
+            elif isinstance(event, BlockRemoved):
+                known -= set(event.block_hashes)
+    assert known == cached_hashes(running) and known
+    text = running.request("GET", "/metrics")[2].decode()
+    assert "swiftkv:kv_event_batches_dropped_total" in text
+    (count,) = [line for line in text.splitlines() if "kv_event_batches_total{" in line]
+    assert float(count.split()[-1]) == len(missed)
+
+
+def test_a_publisher_may_connect_to_its_subscriber(start, connected):
+    subscriber = connected("SUB", None)
+    port = subscriber.bind_to_random_port("tcp://127.0.0.1")
+    subscriber.subscribe(TOPIC)
+    config = KVEventsConfig(endpoint=f"tcp://127.0.0.1:{port}", topic=TOPIC)
+    running = start(kv_events_config=config)
+    subscriber.poll(500)  # what a subscription takes to arrive
+    running.post("/v1/completions", {"prompt": "hello there", "max_tokens": 1})
+    event = receive(subscriber)[1].events[0]
+    if isinstance(event, AllBlocksCleared):
+        event = receive(subscriber)[1].events[0]
+    assert isinstance(event, BlockStored) and event.block_size == 4
+
+
+def test_a_replay_that_asks_for_nothing_harms_nobody(start, connected, tmp_path):
+    endpoint, replay_endpoint = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+    start(kv_events_config=KVEventsConfig(endpoint=endpoint, replay_endpoint=replay_endpoint))
+    for content in (b"", b"too long for a number"):
+        bad = connected("REQ", replay_endpoint)
+        bad.send(content)
+        assert not bad.poll(500)
+    good = connected("REQ", replay_endpoint)
+    good.send((0).to_bytes(8, "big"))
+    assert good.poll(10_000) and good.recv_multipart()[0] == bytes(8)
+
+
+@pytest.mark.parametrize("endpoint", ["nowhere", "tcp://*", "http://*:1", "tcp://*:99999"])
+def test_endpoints_that_are_none(endpoint):
+    with pytest.raises(UsageError, match="`kv_events_config`: `endpoint`="):
+        KVEventPublisher(KVEventsConfig(endpoint=endpoint))
+
+
+def test_an_endpoint_in_use():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        config = KVEventsConfig(
+            endpoint="inproc://a", replay_endpoint=f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        )
+        with pytest.raises(OSError, match="replay_endpoint tcp://"):
+            KVEventPublisher(config)

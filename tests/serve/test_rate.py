@@ -23,21 +23,15 @@ def test_only_seconds_with_prompts_that_wait_count():
             admission.tokens, stats.prefilled_tokens = waiting, stats.prefilled_tokens + tokens
             service.tick(float(second))
         assert service.prefill_rate == 400
-        # Where all slots are taken prompts wait for these, not for prefill.
+        # Where all slots or all pages are taken prompts wait for these, not for prefill.
         snapshot = service.engine.snapshot
-        full = snapshot.load._replace(num_running=service.max_num_seqs)
-        service.engine.snapshot = snapshot._replace(load=full)
-        for second in range(5, 8):
-            admission.tokens, stats.prefilled_tokens = 90, stats.prefilled_tokens + 1
-            service.tick(float(second))
-        assert service.prefill_rate == 400
-        # So do they where the pages are taken.
-        held = snapshot.load._replace(pages_in_use=snapshot.load.num_pages)
-        service.engine.snapshot = snapshot._replace(load=held)
-        for second in range(8, 11):
-            admission.tokens, stats.prefilled_tokens = 90, stats.prefilled_tokens + 1
-            service.tick(float(second))
-        assert service.prefill_rate == 400
+        full = {"num_running": service.max_num_seqs}, {"pages_in_use": snapshot.load.num_pages}
+        for number, taken in enumerate(full):
+            service.engine.snapshot = snapshot._replace(load=snapshot.load._replace(**taken))
+            for second in range(3):
+                admission.tokens, stats.prefilled_tokens = 90, stats.prefilled_tokens + 1
+                service.tick(5.0 + 3 * number + second)
+            assert service.prefill_rate == 400
         admission.tokens = 2000
         assert admission.retry_after() == math.ceil(2000 / 400)
         admission.tokens = 10**6

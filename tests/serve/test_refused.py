@@ -1,11 +1,14 @@
 """Bodies that are refused: each error names the field that is wrong, or what to write instead."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from swiftkv_jax.serve.bodies.decoding import INSTEAD
+from tests.serve.process import ROOT
 from tests.serve.test_forms import TOOLS
 from tests.serve.test_messages import CLEAR_THINKING, FORECAST
 from tests.serve.test_messages import SEARCH as SEARCH_BLOCKS
@@ -323,6 +326,10 @@ def cases() -> Iterator[tuple[str, dict[str, Any], str, str]]:
     for path, table in ((CHAT, OF_FORMS), (RESPONSES, OF_RESPONSES)):
         yield from ((path, *case) for case in table)
     yield from ((MESSAGES, fields, "", said) for fields, said in OF_MESSAGES)
+    for path, advice in INSTEAD.items():
+        head, _, last = path.rpartition(".")
+        value = {"type": "json_object", last: {}} if head else 1
+        yield CHAT, {head or last: value}, path, f"there is no field {last!r}: {advice}"
     yield from ((SCORE, {"pairs": pairs}, param, "") for pairs, param in OF_SCORES)
 
 
@@ -340,3 +347,19 @@ def test_an_error_names_the_field(running, path, fields, param, said):
         assert error["param"] == param, error
         assert error.keys() == {"message", "type", "param", "code"}
         assert path != RESPONSES or "`messages`" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(CHAT, {"messages": [HI[0] | {"options": 1}]}), (RESPONSES, {"input": "hi", "options": 1})],
+)
+def test_fields_of_other_servers_are_known_in_chats_alone(running, path, body):
+    _, answer = running.post(path, body)
+    assert answer["error"]["message"] == "there is no field 'options'"
+
+
+def test_the_docs_list_the_fields_of_other_servers():
+    text = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+    section = text.partition("### Fields of other servers")[2].partition("\n### ")[0]
+    named = set(re.findall(r"`(\w+)`", section))
+    assert {path.rpartition(".")[2] for path in INSTEAD} <= named

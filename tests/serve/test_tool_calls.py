@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from swiftkv_jax.serve.text.call_parser import CallParser
 from swiftkv_jax.serve.text.tool_calls import ToolCallParser
 
 NAMES = {"get_weather", "f", "send-mail_2"}
@@ -13,20 +14,22 @@ HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": [1, "}"]}}\n</tool_call>
 
 def parse(text: str, size: int = 1, format: str = "llama3_json", **options):
     """(content, [(name, arguments)]) of a text that comes in parts of `size`."""
-    parser = ToolCallParser(NAMES, format, **options)
-    parts = [text[at : at + size] for at in range(0, len(text), size)]
+    return read(ToolCallParser(NAMES, format, **options), text, size)
+
+
+def read(parser: CallParser, text: str, size: int, *, is_cut: bool = False):
+    """(content, [(name, arguments)]) that a parser finds in a text in parts of `size`."""
+    parts = [one for at in range(0, len(text), size) for one in parser.push(text[at : at + size])]
     content, calls = "", []
-    for part in (one for text in parts for one in parser.push(text)):
+    for part in parts + parser.finish(is_cut=is_cut):
         if isinstance(part, str):
             content += part
-            continue
-        if part.name is not None:
+        elif part.name is not None:
             assert part.index == len(calls) and part.id and not part.arguments
             calls.append([part.name, ""])
         else:
             assert part.index == len(calls) - 1 and part.id is None
-        calls[-1][1] += part.arguments
-    content += "".join(str(rest) for rest in parser.finish())
+            calls[-1][1] += part.arguments
     assert parser.num_calls == len(calls)
     return content, [tuple(call) for call in calls]
 

@@ -15,6 +15,7 @@ from tests.infer.test_grammar_tokenizer import byte_level, made, walk
 from tests.serve.conftest import TEMPLATE, make_tokenizer
 from tests.serve.test_forced_calls import streamed, whole
 from tests.serve.test_forms import CHAT, ROOM, chat
+from tests.serve.test_tool_calls import read
 
 SCHEMA = {
     "type": "object",
@@ -43,20 +44,7 @@ def call(name: str = "f", **arguments: str) -> str:
 
 def parse(text: str, size: int = 1, *, is_cut: bool = False, **options):
     """(content, [(name, arguments)]) of a text that comes in parts of `size`."""
-    parser = XMLToolCallParser(SCHEMAS, **options)
-    parts = [one for at in range(0, len(text), size) for one in parser.push(text[at : at + size])]
-    content, calls = "", []
-    for part in parts + parser.finish(is_cut=is_cut):
-        if isinstance(part, str):
-            content += part
-        elif part.name is not None:
-            assert part.index == len(calls) and part.id and not part.arguments
-            calls.append([part.name, ""])
-        else:
-            assert part.index == len(calls) - 1
-            calls[-1][1] += part.arguments
-    assert parser.num_calls == len(calls)
-    return content, [tuple(one) for one in calls]
+    return read(XMLToolCallParser(SCHEMAS, **options), text, size, is_cut=is_cut)
 
 
 @pytest.mark.parametrize(
