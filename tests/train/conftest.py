@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from swiftkv_jax.train.report import report
+from swiftkv_jax.train.run import progress
 
 
 @pytest.fixture
@@ -19,12 +20,17 @@ def log(caplog, monkeypatch) -> Iterator[pytest.LogCaptureFixture]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def curves_are_not_drawn(request) -> Iterator[None]:
+def runs_measure_and_draw_nothing(request) -> Iterator[None]:
     """Reports without curves, which take a second of each run, but where they are looked at and
-    in the tests of whole runs."""
-    if request.path.name in ("test_report.py", "test_run.py"):
-        yield
-        return
+    in the tests of whole runs; and no measured rate of products."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "draw_run", lambda rows: "<svg/>")
+        if request.path.name not in ("test_report.py", "test_run.py"):
+            patch.setattr(report, "draw_run", lambda rows: "<svg/>")
+        if request.path.name != "test_progress.py":
+            patch.setattr(progress, "matmul_rate", lambda dtype: 1e12)
         yield
+
+
+@pytest.fixture
+def no_curves(monkeypatch) -> None:
+    monkeypatch.setattr(report, "draw_run", lambda rows: "<svg/>")

@@ -8,6 +8,7 @@ import math
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -136,7 +137,8 @@ def test_for_generated_tokens_with_keys_of_their_own(folder, monkeypatch):
     """The model says so, and it is measured so: nearer to the teacher than without. Far tokens are
     those of the same rows, wherever text was cut into prompt and answer."""
     monkeypatch.setattr(far_tokens, "FAR_NATS", 0.01)
-    jax.clear_caches()
+    program: Any = far_tokens.only_far
+    program.clear_cache()
     flags = ["--num-key-value-layers", "2", "--eval-data", str(folder / "text.txt")]
     assert calibrate(folder, *flags, "--output-dir", str(folder / "boundary")) == 0
     flags += ["--generated-kv", "own", "--exact-tail", "8"]

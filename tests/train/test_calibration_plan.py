@@ -75,6 +75,9 @@ def test_plan_of_shared_caches_beside_own_entries(capsys):
     assert "then a pass over 32,768 of these tokens" in capsys.readouterr().out
 
 
+WIDTH = 384
+
+
 @pytest.mark.short("2-2-0")
 @pytest.mark.parametrize(
     ("group", "layers", "taps"),
@@ -91,7 +94,7 @@ def test_host_memory_is_what_is_planned(group, layers, taps):
     config = dataclasses.replace(
         CONFIG,
         vocab_size=64,
-        embed_dim=512,
+        embed_dim=WIDTH,
         mlp_dim=64,
         num_layers=9,
         num_key_value_layers=1,
@@ -100,7 +103,7 @@ def test_host_memory_is_what_is_planned(group, layers, taps):
         boundary_taps=taps,
     )
     llama = init_llama(config, jax.random.key(0))
-    mlps = PromptMLP(jnp.zeros((layers, 512, 512))) if layers else None
+    mlps = PromptMLP(jnp.zeros((layers, WIDTH, WIDTH))) if layers else None
     moments = zero_moments(config, None)
     tokens = jnp.array(np.random.default_rng(0).integers(0, 64, (4, 32)))
     moments = add_batch(config, Attention(), moments, llama, unpacked_batch(tokens), mlps)

@@ -26,10 +26,6 @@ from tests.train.states import (
 # Restoring --------------------------------------------------------------------
 
 
-def test_a_new_run_starts_from_nothing(tmp_path):
-    assert restore(tmp_path) is None
-
-
 def test_any_mesh_continues_what_any_other_saved(tmp_path):
     checkpoints = open_run(tmp_path)
     assert checkpoints.restore(*shapes_and_shardings((4, 1))) is None
@@ -51,6 +47,7 @@ def test_saving_does_not_wait_and_does_not_see_later_changes(tmp_path):
     jax.tree.map(lambda leaf: leaf.delete(), state)  # as a donated state is
     checkpoints.save(state_at(2))
     checkpoints.save(state_at(2))
+    assert checkpoints.best_step() is None, "none has a score"
     checkpoints.close()
     assert there(tmp_path) == ["1", "2"]
     assert_is(restore(tmp_path, resume=1), 1)
@@ -229,14 +226,6 @@ def test_the_best_is_known_and_kept_in_a_continued_run(tmp_path):
     assert_is(checkpoints.load(3, *shapes_and_shardings()), 3)
     checkpoints.close()
     assert there(tmp_path) == ["3", "4"]
-
-
-def test_without_scores_none_is_best(tmp_path):
-    checkpoints = open_run(tmp_path)
-    checkpoints.restore(*shapes_and_shardings())
-    checkpoints.save(state_at(1))
-    assert checkpoints.best_step() is None
-    checkpoints.close()
 
 
 def test_the_metadata_is_plain_json(tmp_path):

@@ -284,24 +284,21 @@ def test_a_field_of_a_wrong_type(changes, message, tmp_path):
         read_analysis(write_analysis(tmp_path, **changes))
 
 
-@pytest.mark.parametrize("text", ["{}", '{"recommendation": null}'])
-def test_an_analysis_without_a_recommendation(text, tmp_path):
-    (tmp_path / "analysis.json").write_text(text)
-    with pytest.raises(UsageError, match="no recommendation in analysis.json; run swiftkv train"):
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("{}", UsageError, "no recommendation in analysis.json; run swiftkv train"),
+        ('{"recommendation": null}', UsageError, "no recommendation in analysis.json; run"),
+        ("[]", DataError, "analysis.json: expected a JSON object"),
+        ("x", DataError, "analysis.json: not valid JSON"),
+        (None, UsageError, "`analysis`=.*: no analysis.json there; run"),
+    ],
+)
+def test_a_file_that_recommends_nothing(text, error, message, tmp_path):
+    if text is not None:
+        (tmp_path / "analysis.json").write_text(text)
+    with pytest.raises(error, match=message):
         read_analysis(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["[]", "x"])
-def test_a_file_that_is_no_analysis(text, tmp_path):
-    (tmp_path / "analysis.json").write_text(text)
-    with pytest.raises(DataError, match=r"analysis.json: (not valid JSON|expected a JSON object)"):
-        read_analysis(tmp_path)
-
-
-def test_an_analysis_that_is_not_there(tmp_path):
-    for folder in (tmp_path / "none", tmp_path):
-        with pytest.raises(UsageError, match="`analysis`=.*: no analysis.json there; run"):
-            read_analysis(folder)
 
 
 @pytest.mark.parametrize(

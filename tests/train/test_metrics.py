@@ -75,7 +75,9 @@ def test_a_run_from_the_start_keeps_nothing(tmp_path):
 
 
 def test_a_line_still_being_written_is_not_read(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}')
+    """Nor one that is no text."""
+    lines = b'\xff\xfe\n{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}'
+    (tmp_path / "metrics.jsonl").write_bytes(lines)
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1]
 
 

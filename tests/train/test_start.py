@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from safetensors.numpy import load_file
 
 import swiftkv_jax as skv
 from swiftkv_jax.train.__main__ import main
-from swiftkv_jax.train.run import start
+from swiftkv_jax.train.run import loop, start
 from tests import tiny
 
 TEXT = "def f(x):\n    return x + 1\n\n\nclass A:\n    def g(self, y):\n        return [self, y]\n"
@@ -45,6 +46,12 @@ def train(folder: Path, run: str, *flags: str) -> int:
     return main([*given, *flags])
 
 
+@pytest.fixture
+def no_steps(monkeypatch) -> None:
+    """Runs stop before their first step."""
+    monkeypatch.setattr(loop, "train", lambda context, state, checkpoints: (state, signal.SIGTERM))
+
+
 def weights(run: Path) -> dict[str, bytes]:
     return {
         name: leaf.tobytes() for name, leaf in load_file(run / "model/model.safetensors").items()
@@ -59,7 +66,7 @@ def test_the_record_says_how_it_started(folder):
     assert exported.config.shared_kv_heads == tuple(map(tuple, record["shared_kv_heads"]))
 
 
-def test_no_token_counts_twice(folder, capsys):
+def test_no_token_counts_twice(folder, capsys, no_steps):
     """Where the data has fewer rows than a batch."""
     assert train(folder, "few", "--batch-size", "64", "--max-steps", "1") == 0
     (manifest,) = (folder / "few" / "data").glob("*/manifest.json")
@@ -67,7 +74,7 @@ def test_no_token_counts_twice(folder, capsys):
     assert f"fitted to {tokens} tokens" in capsys.readouterr().err
 
 
-def test_a_start_that_has_no_effect_is_warned_of(folder, capsys):
+def test_a_start_that_has_no_effect_is_warned_of(folder, capsys, no_steps):
     again = ["--init", "leader"]
     assert train(folder, "run", *again) == 0
     assert "--init leader: the run continues, from closed-form" in capsys.readouterr().err
@@ -80,7 +87,7 @@ def test_a_start_that_has_no_effect_is_warned_of(folder, capsys):
     assert "--calibration-tokens 64 needs --init closed-form" in capsys.readouterr().err
 
 
-def test_what_becomes_of_a_delta_is_said(folder, capsys):
+def test_what_becomes_of_a_delta_is_said(folder, capsys, no_steps):
     """One of another cut is replaced, and one that is scaled for own is trained for boundary."""
     trained = ["--model", str(folder / "run" / "model"), "--max-steps", "1"]
     assert train(folder, "ungrouped", *trained, "--key-value-group-size", "1") == 0

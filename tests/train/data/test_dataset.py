@@ -13,7 +13,6 @@ from swiftkv_jax.train.data.dataset import (
     ROWS,
     Manifest,
     PackedDataset,
-    is_packed_dataset,
     write_manifest,
     write_rows,
 )
@@ -134,13 +133,6 @@ def test_damage(tmp_path, rows, damage, message):
         dataset = PackedDataset(path)
         for number in range(len(dataset)):
             dataset[number]
-
-
-def test_is_packed_dataset(tmp_path, rows):
-    path = make_dataset(tmp_path / "s", rows)
-    assert is_packed_dataset(path) and not is_packed_dataset(tmp_path)
-    (path / MANIFEST).unlink()
-    assert not is_packed_dataset(path)
 
 
 def test_a_full_disk_is_an_os_error(rows):

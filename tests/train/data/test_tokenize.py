@@ -86,13 +86,6 @@ def test_answers_that_repeat_or_are_empty(tokenizer, template, system):
     )
 
 
-def test_trimmed_contents(tokenizer):
-    assert (
-        targets(chat(("user", " q "), ("assistant", " a ")), with_template(tokenizer, LLAMA))
-        == "a<|eot|>"
-    )
-
-
 @pytest.mark.parametrize("template", [LLAMA, QWEN], ids=["llama", "qwen"])
 def test_tool_turns(tokenizer, template):
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
@@ -126,38 +119,6 @@ def test_text_and_completion(tokenizer):
     assert targets(Document("o", text="one", given=3), tokenizer) == "</s>"
 
 
-# Only the answer to the last question keeps its reasoning, as Qwen3's does.
-THINKING = (
-    "{% set last = namespace(query=0) %}{% for m in messages %}"
-    "{% if m.role == 'user' %}{% set last.query = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and loop.index0 > last.query %}<think>\n\n</think>\n\n"
-    "{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def test_answers_that_are_rewritten_later_are_examples_of_their_own(tokenizer):
-    """Each answer is a target once, after the text that precedes it when it is written."""
-    turns = [("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "b")]
-    thinking = with_template(tokenizer, THINKING)
-    rows = [
-        row
-        for row in tokenize([chat(*turns), chat(*turns[:2])], thinking)
-        if isinstance(row, Example)
-    ]
-    texts = [thinking.decode(row.tokens) for row in rows]
-    first = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
-    assert texts[0] == texts[2] == f"{first}<think>\n\n</think>\n\na<|im_end|>\n"
-    assert texts[1].startswith(f"{first}a<|im_end|>\n<|im_start|>user\nr")
-    found = [thinking.decode(row.tokens[row.is_target]) for row in rows]
-    answers = [f"<think>\n\n</think>\n\n{answer}<|im_end|>\n" for answer in "aba"]
-    assert found == answers
-
-
-DATED = "{% set today = strftime_now('%d %b %Y') %}{{ today }} " + CHATML
-
-
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
@@ -181,15 +142,10 @@ def test_formats_of_dates(tokenizer, template, expected):
         assert dated.decode(row.tokens).startswith(expected + "|<|im_start|>user")
 
 
-def test_a_template_that_writes_the_date_writes_the_same_on_any_day(tokenizer):
-    document = chat(("user", "q"), ("assistant", "a"))
-    dated = with_template(tokenizer, DATED)
-    (row,) = tokenize([document], dated)
-    assert isinstance(row, Example)
-    assert dated.decode(row.tokens).startswith("26 Jul 2024 ")
-    assert targets(document, dated) == "a" + END[CHATML]
-    chatting = render_chat(dated, document.messages or [], add_generation_prompt=True)
-    assert not chatting.startswith("26 Jul 2024")  # that of the clock
+def test_a_conversation_that_is_served_has_todays_date(tokenizer):
+    dated = with_template(tokenizer, "{{ strftime_now('%d %b %Y') }} " + CHATML)
+    found = render_chat(dated, [{"role": "user", "content": "q"}], add_generation_prompt=True)
+    assert not found.startswith("26 Jul 2024")
 
 
 def test_order_is_kept_over_kinds_and_batches(tokenizer):
