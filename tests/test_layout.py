@@ -33,7 +33,7 @@ FLOORS = [
 ]
 MODEL_FLOORS = [
     {"boundary_checks", "mesh_shape", "rope_config"},
-    {"layer_kind", "mesh"},
+    {"mesh"},
     {"attention", "config"},
     {"cut", "param_rows", "rope"},
     {"params"},

@@ -35,7 +35,6 @@ from ..model.mesh import FSDP, MODEL
 from ..model.params import Block, Leaf, Llama, PromptMLP, require_teacher
 from ..model.sharding import (
     all_gather_fsdp,
-    all_gather_prompt_mlp,
     replicated,
     swiftkv_shardings,
     to_host,
@@ -208,7 +207,7 @@ def add_map_batch(
     h, _ = run_upper_layers_teacher(
         config, llama, x, tables, segment_ids, attention=attention, count=index + 1
     )
-    own = all_gather_prompt_mlp(mesh, jax.tree.map(lambda leaf: leaf[index], mlps))
+    own = all_gather_fsdp(mesh, jax.tree.map(lambda leaf: leaf[index], mlps), layer=True)
     return add_sums(config, mesh, sums, map_inputs(config, m, own), h - u, segment_ids)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..model.config import MAX_LAYERS, Config
+from ..model.cut import CUT_FIELDS
 from .families import FAMILIES, WRAPPED
 from .families.fields import Family, Fields, Kind, agreed, check_kind, shown, unknown_field
 from .families.layers import check_spellings
@@ -125,6 +126,18 @@ _COMMON: dict[str, Kind] = {
     "generated_kv": "text",
     "quantization_config": "unread",
 }
+# Fields of all families -> those of `Config` with the same value.
+_NAMES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "embed_dim",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "rms_norm_eps": "norm_eps",
+    "max_position_embeddings": "max_position_embeddings",
+    "tie_word_embeddings": "tie_word_embeddings",
+}
 # Null is a value of these, and the family's default of all others.
 _NULLABLE = frozenset(
     """
@@ -178,28 +191,15 @@ def config_from_hf(hf: Fields) -> Config:
             f"num_layers={shown(hf['num_hidden_layers'])} must be from 1 to {MAX_LAYERS} "
             f"(num_hidden_layers)"
         )
-    stated = dict(
-        vocab_size=hf["vocab_size"],
-        embed_dim=width,
-        mlp_dim=hf[family.mlp_dim],
-        num_layers=hf["num_hidden_layers"],
-        num_heads=heads,
-        num_kv_heads=hf.get("num_key_value_heads") or heads,
-        head_dim=hf.get("head_dim") or width // heads,
-        norm_eps=hf["rms_norm_eps"],
-        max_position_embeddings=hf["max_position_embeddings"],
-        tie_word_embeddings=hf["tie_word_embeddings"],
-        num_key_value_layers=hf.get("num_key_value_layers") or 0,
-        key_value_group_size=hf.get("key_value_group_size") or 1,
-        shared_kv_heads=_shared_kv_heads(hf.get("shared_kv_heads")),
-        generated_kv=hf.get("generated_kv", "boundary"),
-        exact_tail=hf.get("exact_tail", 0),
-        exact_head=hf.get("exact_head") or 0,
-        prompt_attention_layers=hf.get("prompt_attention_layers") or 0,
-        prompt_mlp_neurons=hf.get("prompt_mlp_neurons") or 0,
-        boundary_taps=hf.get("boundary_taps") or 0,
-        family=name,
-    )
+    stated = {ours: hf[theirs] for theirs, ours in _NAMES.items() if hf.get(theirs) is not None}
+    stated |= {
+        "mlp_dim": hf[family.mlp_dim],
+        "num_kv_heads": hf.get("num_key_value_heads") or heads,
+        "head_dim": hf.get("head_dim") or width // heads,
+        "shared_kv_heads": _shared_kv_heads(hf.get("shared_kv_heads")),
+        "family": name,
+    }
+    stated |= {field: hf[field] for field in CUT_FIELDS if hf.get(field)}  # 0 is the default
     return Config(**stated | family.read(hf))
 
 
@@ -318,16 +318,8 @@ def _fields_of(config: Config) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "architectures": [f"{family.architecture}ForCausalLM"],
         "model_type": config.family,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.embed_dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        **{theirs: getattr(config, ours) for theirs, ours in _NAMES.items()},
         family.mlp_dim: config.mlp_dim,
-        "rms_norm_eps": config.norm_eps,
-        "max_position_embeddings": config.max_position_embeddings,
-        "tie_word_embeddings": config.tie_word_embeddings,
     } | family.write(config)
     if config.num_upper_layers:
         fields |= {

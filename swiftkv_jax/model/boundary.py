@@ -26,7 +26,7 @@ from .packed_attention import head_major, mixed, packed_reader
 from .params import QKV, Llama, SwiftKV, require_upper_kv
 from .quantization import Quantized, product
 from .rope import Tables, apply_rope, group_table, table_of
-from .sharding import all_gather_fsdp, all_gather_mix, all_gather_prompt_mlp, constrain_activations
+from .sharding import all_gather_fsdp, all_gather_mix, constrain_activations
 
 
 def boundary_kv(
@@ -94,7 +94,7 @@ def run_prompt_layer(
     mix = None if delta.mix is None else all_gather_mix(mesh, delta.mix[index])
     read = packed_reader(config, attention, segment_ids, kind.window)
     mlp = jax.tree.map(lambda leaf: leaf[index], delta.prompt_mlp) if mapped else None
-    mlp = None if mlp is None else all_gather_prompt_mlp(mesh, mlp)
+    mlp = None if mlp is None else all_gather_fsdp(mesh, mlp, layer=True)
 
     def attend(q, k, v):
         k = head_major(k)

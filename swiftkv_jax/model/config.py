@@ -12,8 +12,7 @@ from typing import Literal
 
 from ..errors import ConfigError
 from .boundary_checks import check_boundary
-from .layer_kind import LayerKind
-from .rope_config import Rope
+from .rope_config import LayerKind, Rope
 
 GeneratedKV = Literal["boundary", "own"]
 """Source of the upper keys and values of generated tokens: see `Config.generated_kv`."""

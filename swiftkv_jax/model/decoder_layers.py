@@ -40,10 +40,7 @@ def self_layer(
 ):
     """A layer with its own keys and values: (x, state), where `attend(q, k, v)` returns (attended,
     state). `rope` is the table of its kind, or None; experts run on the mesh of `attention`."""
-    with jax.named_scope("qkv"):
-        q, k, v = _project_qkv(config, qkv, norm(config, x, block.attn_norm), rope)
-    with jax.named_scope("attention"):
-        attended, state = attend(q, k, v)
+    attended, state = _attend_to_own(config, block, qkv, x, rope, attend)
     return output_and_mlp(config, block, x, attended, attention), state
 
 
@@ -98,12 +95,16 @@ def attention_layer(
 ):
     """A `self_layer` with `mlp` in place of its MLP, or nothing: (x, state). See
     `Config.prompt_attention_layers`."""
+    attended, state = _attend_to_own(config, block, qkv, x, rope, attend)
+    x = add_attention(config, block, x, attended)
+    return x if mlp is None else add_mapped(config, block, x, mlp), state
+
+
+def _attend_to_own(config: Config, block: Block | ServingBlock, qkv: QKV, x, rope, attend: Attend):
     with jax.named_scope("qkv"):
         q, k, v = _project_qkv(config, qkv, norm(config, x, block.attn_norm), rope)
     with jax.named_scope("attention"):
-        attended, state = attend(q, k, v)
-    x = add_attention(config, block, x, attended)
-    return x if mlp is None else add_mapped(config, block, x, mlp), state
+        return attend(q, k, v)
 
 
 def _project_qkv(config: Config, qkv: QKV, h: Float[Array, "B T D"], rope):

@@ -242,10 +242,11 @@ _TABLES: dict[type, Any] = {
     SwiftKV: SWIFTKV_PARAMS,
     Block: BLOCK_PARAMS,
     QKV: QKV_PARAMS,
+    PromptMLP: SWIFTKV_PARAMS.prompt_mlp,
 }
 
 
-def map_params[Tree: Llama | SwiftKV | Block | QKV](
+def map_params[Tree: Llama | SwiftKV | Block | QKV | PromptMLP](
     function: Callable[[Param, Any], Any],
     tree: Tree,
     is_leaf: Callable[[Any], bool] | None = None,

@@ -1,4 +1,4 @@
-"""Rotary embeddings as a `Config` holds them."""
+"""Kinds of layers, and their rotary embeddings, as a `Config` holds them."""
 
 from __future__ import annotations
 
@@ -97,3 +97,17 @@ class Rope:
                     f"rope scaling: {name} has {len(getattr(scaling, name))} entries, not one for "
                     f"each of the {pairs} pairs that rotate"
                 )
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """Properties of attention that may differ from layer to layer."""
+
+    rope: Rope | None = Rope()
+    """None: queries and keys are not rotated."""
+    window: int | None = None
+    """Number of positions that a token sees, including its own; None: all up to its own."""
+
+    def __post_init__(self):
+        if self.window is not None and (type(self.window) is not int or self.window < 1):
+            raise ConfigError(f"window={self.window!r} must be a whole number from 1 up")

@@ -8,7 +8,6 @@ key/value heads on four devices, for example; `infer.runner.kv_heads` splits the
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any, TypeGuard
 
@@ -68,7 +67,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
 
 
-def all_gather_fsdp[Tree: Block | QKV | SwiftKV](
+def all_gather_fsdp[Tree: Block | QKV | SwiftKV | PromptMLP](
     mesh: Mesh | None, weights: Tree, *, layer: bool
 ) -> Tree:
     """All-gather weights over `fsdp`; they stay split over `model`. `layer` says whether they are
@@ -91,22 +90,9 @@ def all_gather_fsdp[Tree: Block | QKV | SwiftKV](
 
 def all_gather_mix(mesh: Mesh | None, mix: jax.Array | None) -> jax.Array | None:
     """`all_gather_fsdp` for the value mix of one layer, K H H; None stays None."""
-    return _gather_layer(mesh, SWIFTKV_PARAMS.mix, mix)
-
-
-def all_gather_prompt_mlp(mesh: Mesh | None, mlp: PromptMLP) -> PromptMLP:
-    """`all_gather_fsdp` for what stands in for the MLP of one layer."""
-    rows = SWIFTKV_PARAMS.prompt_mlp
-    names = [field.name for field in dataclasses.fields(PromptMLP)]
-    return PromptMLP(
-        **{name: _gather_layer(mesh, getattr(rows, name), getattr(mlp, name)) for name in names}
-    )
-
-
-def _gather_layer(mesh: Mesh | None, row: Param, leaf: Any) -> Any:
-    if leaf is None or not _has_fsdp(mesh):
-        return leaf
-    return _gather(mesh, row.model_axes[row.stacked :], leaf, 0)
+    if mix is None or not _has_fsdp(mesh):
+        return mix
+    return _gather(mesh, SWIFTKV_PARAMS.mix.model_axes[1:], mix, 0)
 
 
 def all_gather_vocabulary(mesh: Mesh | None, matrix: jax.Array) -> jax.Array:
