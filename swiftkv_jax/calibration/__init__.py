@@ -24,6 +24,7 @@ from ..errors import ConfigError
 from ..model.attention import Attention
 from ..model.batch import Batch
 from ..model.config import Config
+from ..model.cut import ungrouped
 from ..model.params import Llama
 from .attenuation import scale_delta_queries
 from .delta import Fit, FittedLayer, LayerFit, fit_delta
@@ -83,6 +84,7 @@ def calibrate(
     if config.prompt_attention_layers:
         mlps, batches = fit_maps(config, llama, batches, attention=attention)
     moments = zero_moments(config, attention.mesh)
+    teacher = ungrouped(config)
     first = list[Batch]()
     first_tokens = 0
     for batch in batches:
@@ -90,7 +92,7 @@ def calibrate(
             first.append(_first_tokens(batch, SLOPE_TOKENS - first_tokens))
             first_tokens += int((batch.segment_ids > 0).sum())
         jax.block_until_ready(moments)
-        moments = add_batch(config, attention, moments, llama, batch, mlps)
+        moments = add_batch(teacher, attention, moments, llama, batch, mlps)
     if not moments.tokens > 0:
         raise ValueError("there is no token to calibrate on")
     fit = fit_delta(config, llama, moments, attention.mesh, mlps=mlps, track=track)

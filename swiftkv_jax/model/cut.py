@@ -78,6 +78,12 @@ def has_same_delta(config: Config, other: Config) -> bool:
     return one == another
 
 
+def ungrouped(config: Config) -> Config:
+    """The architecture with a cache for each layer. Programs that run the teacher alone are
+    compiled for it: one for all group sizes."""
+    return dataclasses.replace(config, key_value_group_size=1, shared_kv_heads=None)
+
+
 def choose_generated_kv(
     config: Config,
     generated_kv: GeneratedKV | None = None,

@@ -103,13 +103,15 @@ def _stdlib_files(held_out: bool) -> list[Path]:
     out, chosen by name."""
     root = Path(sysconfig.get_path("stdlib"))
     found = []
-    for file in sorted(root.rglob("*.py")):
-        parts = file.relative_to(root).parts
-        if _STDLIB_SKIPPED.intersection(parts) or parts[0].startswith(
-            ("config-", "_sysconfigdata")
-        ):
-            continue
-        package = parts[0].removesuffix(".py")
-        if (zlib.crc32(package.encode()) % 16 == 0) == held_out:
-            found.append(file)
-    return found
+    for folder, folders, names in root.walk():
+        folders[:] = (name for name in folders if name not in _STDLIB_SKIPPED)
+        found += [folder / name for name in names if name.endswith(".py")]
+        if folder == root:
+            folders[:] = (name for name in folders if _is_stdlib(name, held_out))
+            found = [file for file in found if _is_stdlib(file.stem, held_out)]
+    return sorted(found)
+
+
+def _is_stdlib(package: str, held_out: bool) -> bool:
+    generated = package.startswith(("config-", "_sysconfigdata"))
+    return not generated and (zlib.crc32(package.encode()) % 16 == 0) == held_out

@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from ...checkpoints.far_loss import Step, with_far_loss
 from ...model.attention import Attention
 from ...model.batch import Batch
 from ...model.config import Config
+from ...model.cut import ungrouped
 from ...model.model import AuxiliaryFiles
 from ...model.params import Llama
-from ...model.sharding import batch_sharding
+from ...model.sharding import batch_sharding, to_host
 from ..data.loader import DatasetMixture, first_batches
 from ..data.loader import batches as shuffled_batches
 from ..loss.distill import Sums
@@ -37,6 +38,10 @@ from .progress import track
 from .setup import own_tail
 
 logger = logging.getLogger(__name__)
+
+
+EvalStep = Callable[[Batch, tuple[jax.Array, ...]], Sums]
+"""`step.make_eval_step` with the models given."""
 
 
 class HeldOut(NamedTuple):
@@ -73,7 +78,7 @@ def load_held_out(
     attention = Attention(mesh, options.attention, options.shard_sequence)
     far = []
     for batch in track(whole, "finding far tokens", len(batches)):
-        far.append(only_far(config, attention, llama, batch))
+        far.append(only_far(ungrouped(config), attention, llama, batch))
         jax.block_until_ready(far[-1])
     return HeldOut(batches, far)
 
@@ -105,9 +110,7 @@ def _batches(
         yield sharder.shard(local.batch)
 
 
-def evaluate(
-    step: Callable[[Batch], Sums], rows: HeldOut, hidden_weight: float
-) -> dict[str, float]:
+def evaluate(step: EvalStep, rows: HeldOut, hidden_weight: float) -> dict[str, float]:
     """Perplexities, agreement, KL, distillation loss and hidden loss per token, the number of far
     tokens and, if there are any, the nats lost on them, under names that begin with `eval_`.
 
@@ -127,19 +130,17 @@ def evaluate(
     return results if lost is None else results | {EVAL_FAR_NATS: lost}
 
 
-def compare_rows(step: Callable[[Batch], Sums], rows: HeldOut) -> tuple[Sums, Sums]:
+def compare_rows(step: EvalStep, rows: HeldOut) -> tuple[Sums, Sums]:
     """Sums over all predictions in `rows`, and over the far-dependent ones."""
-    every = [*rows.batches, *rows.far_batches]
     parts = []
-    for batch in track(every, "evaluating", len(every)):
-        parts.append(step(batch))
-        jax.block_until_ready(parts[-1])  # what is counted is done
-    count = len(rows.batches)
-    of_rows, of_far = (
-        jax.tree.map(lambda *leaves: jnp.stack(leaves).sum(), *some)
-        for some in (parts[:count], parts[count:])
-    )
-    return of_rows, of_far
+    for batch, far in track(zip(*rows, strict=True), "evaluating", len(rows.batches)):
+        if far.own is None:
+            runs = [step(batch, (batch.loss_mask, far.loss_mask))]
+        else:  # other tokens keep their own
+            runs = [step(each, (each.loss_mask,)) for each in (batch, far)]
+        parts.append(jax.tree.map(lambda *sums: np.concatenate([*map(to_host, sums)]), *runs))
+    sums = jax.tree.map(lambda *of_batches: np.sum(of_batches, 0), *parts)
+    return jax.tree.map(lambda leaf: leaf[0], sums), jax.tree.map(lambda leaf: leaf[1], sums)
 
 
 def far_loss(far: Sums) -> tuple[int, float | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -162,15 +163,27 @@ def micro_batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def make_eval_step(config: Config, objective: Objective, attention: Attention):
-    """Make the function `(delta, llama, batch) -> Sums`, which is compiled at its first call."""
-    sums = functools.partial(distill_sums, config, objective=objective, attention=attention)
+    """Make the function `(delta, llama, batch, masks) -> Sums`, which is compiled at its first
+    call. Its sums have an entry for each of `masks`, a tuple of loss masks B T that stand in for
+    that of the batch: both models run once for all of them."""
     mesh = attention.mesh
     assert mesh is not None
+
+    def sums(delta, llama, batch, masks):
+        def masked(mask):
+            rows = dataclasses.replace(batch, loss_mask=mask)
+            return distill_sums(
+                config, delta, llama, rows, objective=objective, attention=attention
+            )
+
+        return jax.vmap(masked)(jnp.stack(masks))
+
     return jax.jit(
         sums,
         in_shardings=(
             swiftkv_shardings(config, mesh),
             llama_shardings(config, mesh),
+            batch_sharding(mesh),
             batch_sharding(mesh),
         ),
         out_shardings=replicated(mesh),
