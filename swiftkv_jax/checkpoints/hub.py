@@ -9,11 +9,12 @@ several processes on a machine download while the others wait.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from . import foreign
 from .auxiliary import GENERATION_CONFIG, TOKENIZER_FILES
 from .gguf.file import is_later_part, is_model_name, shards
 from .hf_write import INDEX, SINGLE_FILE
-from .hub_errors import not_reached, reason_of_failure
 from .quantized.config import MODELOPT
 from .tokenizer import TEMPLATES
 
@@ -84,7 +84,7 @@ def local_path(
     except CheckpointError:
         raise
     except Exception as error:  # those of the network's libraries have no base but this
-        if (reason := reason_of_failure(name, revision, error)) is None:
+        if (reason := _reason_of_failure(name, revision, error)) is None:
             raise
         raise CheckpointError(f"{model}: no such file or folder, and {reason}") from error
 
@@ -189,7 +189,7 @@ def _named_gguf(name: str, wanted: str, files: list[str], failure: Exception | N
     listed = ", ".join(found or there or ggufs)
     if failure is not None and not found:
         has = f"has only {listed}" if listed else "has none"
-        reason = f"{not_reached()}; of the repository's GGUF files the cache {has}"
+        reason = f"{_not_reached()}; of the repository's GGUF files the cache {has}"
     elif found:
         reason = f"several GGUF files of the repository have this ending; name one: {listed}"
     elif ggufs:
@@ -230,3 +230,89 @@ def _without_weights(folder: Path, files: list[str]) -> str:
     """Why a repository that has these files, but no weights to read, is no model."""
     reason = foreign.without_weights(folder) or foreign.pickles(files)
     return reason or f"no weights in the repository: looked for {INDEX}, {SINGLE_FILE} and GGUF"
+
+
+# Errors: each text is the rest of a message -------------------------------------
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
+
+
+def _not_reached() -> str:
+    """Say that the Hub is not asked, and how it is, or that it does not answer."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "offline: unset HF_HUB_OFFLINE to download it"
+    return f"the Hub at {constants.ENDPOINT} cannot be reached"
+
+
+def _reason_of_failure(name: str, revision: str | None, error: BaseException) -> str | None:
+    """Why a download failed and what helps; None for an error that is none of the download's."""
+    from huggingface_hub import constants, errors, get_token
+
+    hub = constants.ENDPOINT
+    cache = constants.HF_HUB_CACHE
+    causes = tuple(_causes(error))
+    answers = [each for each in causes if isinstance(each, errors.HfHubHTTPError)]
+    status = answers[0].response.status_code if answers else None
+    log_in = "log in by `hf auth login`, or set HF_TOKEN"
+    if any(isinstance(e, OSError) and e.errno in _FULL for e in causes) or (
+        "No space left on device" in str(error)
+    ):
+        return (
+            f"no space is left for it in {cache}: free some, or set HF_HOME to a folder with more; "
+            f"what has arrived is kept"
+        )
+    if any(isinstance(e, errors.OfflineModeIsEnabled) for e in causes) or constants.HF_HUB_OFFLINE:
+        what = "it" if revision is None else f"its revision {revision}"
+        return (
+            f"as a name on the Hub {what} is not in the cache {cache}, or not whole: unset "
+            f"HF_HUB_OFFLINE to download it"
+        )
+    if isinstance(error, errors.GatedRepoError):
+        then = "as the account of your token" if get_token() else f"and {log_in}"
+        return f"access to it on the Hub is gated: accept the terms at {hub}/{name} {then}"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"on the Hub it has no revision {revision}: give a branch, a tag or a commit"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        where = f"no such repository at {hub}"
+        if get_token():
+            return f"{where}, or the account of the token may not read it"
+        return f"{where}, or it is private: {log_in}"
+    if status == 401:
+        return f"{hub} refuses the token (401): {log_in} to one that is valid"
+    if status == 403:
+        return f"{hub} refuses it (403): the token needs the permission to read {name}"
+    if status is not None:
+        return f"{hub} answered {status}: try again later"
+    if isinstance(error, errors.HFValidationError):
+        return "no repository of the Hub can have this name"
+    last = causes[-1]
+    if isinstance(error, OSError) and _is_of_cache(error, cache):
+        return f"the cache {cache} cannot be written: set HF_HOME to a folder that can"
+    if isinstance(error, OSError | RuntimeError) or any(map(_is_of_http, causes)):
+        detail = (str(last).strip().splitlines() or [""])[0] or type(last).__name__
+        return f"the Hub at {hub} cannot be reached ({detail}); it is not in the cache {cache}"
+    return None
+
+
+def _is_of_cache(error: OSError, cache: str) -> bool:
+    """Whether a folder of the cache cannot be made or written."""
+    at = str(error.filename or "")
+    above = bool(at) and (cache.startswith(at) or at.startswith(cache))  # /proc has no folders
+    return error.errno in _UNWRITABLE or (error.errno == errno.ENOENT and above)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and those that caused it, the first cause last."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _is_of_http(error: BaseException) -> bool:
+    """Whether it is of the HTTP library, which depends on the version of huggingface_hub."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return isinstance(error, HfHubHTTPError.__bases__[0])

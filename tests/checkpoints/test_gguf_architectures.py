@@ -1,6 +1,9 @@
 """GGUF files of every architecture: the tiny models of the families' tests, stored as llama.cpp's
 converter stores them, are the models of their Hugging Face directories."""
 
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -34,146 +37,108 @@ YARN = {
     "rope.scaling.factor": 4.0,
     "rope.scaling.original_context_length": 16,
 }
-# As the converter rounds: int(fraction * width) // heads.
-ROTATED = {"rope.dimension_count": 12}
 LONG = CASES["phi4-mini"]["rope_scaling"]
 
-# Case of the families -> (architecture, names within a layer, options of the conversion, keys
-# beyond the common ones, tensors beyond the model's, fields of the config.json that GGUF cannot
-# state, as llama.cpp has them).
+
+class File(NamedTuple):
+    """How llama.cpp's converter stores a case of the families."""
+
+    architecture: str
+    names: Mapping[str, str] = NONE
+    """Names within a layer."""
+    options: Mapping[str, Any] = NONE
+    """Of the conversion."""
+    keys: Mapping[str, Any] = NONE
+    """Beyond the common ones."""
+    more: Mapping[str, np.ndarray] = NONE
+    """Tensors beyond the model's."""
+    fields: Mapping[str, Any] = NONE
+    """Of the config.json that GGUF cannot state, as llama.cpp has them."""
+
+
+SCALES = {"embedding_scale": 12.0, "residual_scale": 0.22, "attention.scale": 0.5}
+EXPERTS = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 40}
+WINDOW = {"attention.sliding_window": 6}
+ORIGINAL = "rope.scaling.original_context_length"
 FILES = {
-    "qwen2": ("qwen2", NONE, NONE, NONE, NONE, NONE),
-    "qwen3": ("qwen3", HEADS, NONE, NONE, NONE, NONE),
-    "qwen3-yarn": ("qwen3", HEADS, NONE, YARN, NONE, NONE),
-    "qwen3-moe": (
-        "qwen3moe",
-        HEADS | {"mlp.gate": "ffn_gate_inp"},
-        NONE,
-        {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 40},
-        NONE,
-        NONE,
+    "qwen2": File("qwen2"),
+    "qwen3": File("qwen3", HEADS),
+    "qwen3-yarn": File("qwen3", HEADS, keys=YARN),
+    "qwen3-moe": File("qwen3moe", HEADS | {"mlp.gate": "ffn_gate_inp"}, keys=EXPERTS),
+    "mistral-window": File(
+        "llama", options={"permute": True}, keys={"attention.sliding_window": 8}
     ),
-    "mistral-window": (
-        "llama",
-        NONE,
-        {"permute": True},
-        {"attention.sliding_window": 8},
-        NONE,
-        NONE,
+    "seed-oss": File("seed_oss", {"post_attention_layernorm": "post_attention_norm"}),
+    "granite": File("granite", options={"permute": True}, keys=SCALES | {"logit_scale": 0.4}),
+    "smollm3": File(
+        "smollm3", options={"permute": True}, fields={"no_rope_layers": [1, 1, 1, 0, 1, 1]}
     ),
-    "seed-oss": (
-        "seed_oss",
-        {"post_attention_layernorm": "post_attention_norm"},
-        NONE,
-        NONE,
-        NONE,
-        NONE,
-    ),
-    "granite": (
-        "granite",
-        NONE,
-        {"permute": True},
-        {
-            "embedding_scale": 12.0,
-            "residual_scale": 0.22,
-            "attention.scale": 0.5,
-            "logit_scale": 0.4,
-        },
-        NONE,
-        NONE,
-    ),
-    "smollm3": (
-        "smollm3",
-        NONE,
-        {"permute": True},
-        NONE,
-        NONE,
-        {"no_rope_layers": [1, 1, 1, 0, 1, 1]},
-    ),
-    "phi3": (
+    "phi3": File("phi3", FUSED, keys={ORIGINAL: 256, "attention.sliding_window": 12}),
+    "phi4-mini": File(
         "phi3",
         FUSED,
-        NONE,
-        {"rope.scaling.original_context_length": 256, "attention.sliding_window": 12},
-        NONE,
-        NONE,
-    ),
-    "phi4-mini": (
-        "phi3",
-        FUSED,
-        NONE,
-        {
-            "rope.scaling.original_context_length": 16,
+        keys={
+            ORIGINAL: 16,
             "rope.scaling.attn_factor": np.sqrt(2.0).item(),
             "attention.sliding_window": 262144,
-            **ROTATED,
+            "rope.dimension_count": 12,  # as the converter rounds: int(fraction * width) // heads
         },
-        {
+        more={
             "rope_factors_long.weight": np.array(LONG["long_factor"]),
             "rope_factors_short.weight": np.array(LONG["short_factor"]),
         },
-        NONE,
     ),
-    "glm4": ("glm4", GLM, NONE, {"rope.dimension_count": 8}, NONE, NONE),
-    "ernie4.5": ("ernie4_5", NONE, NONE, NONE, NONE, NONE),
-    "olmo2": ("olmo2", HEADS | POST, NONE, NONE, NONE, NONE),
-    "olmo3": (
+    "glm4": File("glm4", GLM, keys={"rope.dimension_count": 8}),
+    "ernie4.5": File("ernie4_5"),
+    "olmo2": File("olmo2", HEADS | POST),
+    "olmo3": File(
         "olmo2",
         HEADS | POST,
-        NONE,
-        YARN
-        | {
+        keys={
+            **YARN,
+            **WINDOW,
             "rope.freq_base": 1e4,
             "rope.scaling.yarn_beta_fast": 32.0,
             "rope.scaling.yarn_beta_slow": 1.0,
-            "attention.sliding_window": 6,
             "attention.sliding_window_pattern": [True, True, True, False] * 2,
         },
-        NONE,
-        NONE,
     ),
-    "gemma2": (
+    "gemma2": File(
         "gemma2",
         GEMMA,
         {"norm_offset": 1.0},
-        {
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 5.0,
-            "attention.sliding_window": 6,
-        },
-        NONE,
-        {"query_pre_attn_scalar": 16},
+        WINDOW | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
+        fields={"query_pre_attn_scalar": 16},
     ),
-    "gemma3": (
+    "gemma3": File(
         "gemma3",
         HEADS | GEMMA,
         {"norm_offset": 1.0},
         {
+            **WINDOW,
             "rope.freq_base": 1e3,
             "rope.freq_base_swa": 1e2,
             "rope.scaling.type": "linear",
             "rope.scaling.factor": 8.0,
-            "attention.sliding_window": 6,
             "attention.sliding_window_pattern": 3,
         },
-        NONE,
-        {"query_pre_attn_scalar": 16},
+        fields={"query_pre_attn_scalar": 16},
     ),
 }
 
 
 def write(case, path, keys=NONE, more=NONE):
     """A GGUF file of the case; `keys` and the tensors `more` go over its own."""
-    architecture, names, options, own, extra, _ = FILES[case]
+    file = FILES[case]
     hf = {"rope_theta": 1e4, **CASES[case]}
-    stored = gguf_files.converted(hf, models.tensors(case), names=names, **options)
-    keys = {**gguf_files.common(hf), **own, **keys}
-    return gguf_files.write(path, architecture, keys, {**stored, **extra, **more})
+    stored = gguf_files.converted(hf, models.tensors(case), names=file.names, **file.options)
+    keys = {**gguf_files.common(hf), **file.keys, **keys}
+    return gguf_files.write(path, file.architecture, keys, {**stored, **file.more, **more})
 
 
 def as_read(case) -> dict[str, np.ndarray]:
     """The tensors after the rounding of what the converter adds to norms."""
-    offset = np.float32(FILES[case][2].get("norm_offset", 0.0))
+    offset = np.float32(FILES[case].options.get("norm_offset", 0.0))
     return {
         name: (values + offset) - offset if "norm" in name else values
         for name, values in models.tensors(case).items()
@@ -183,7 +148,7 @@ def as_read(case) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("case", FILES)
 def test_an_architecture_is_its_family(case, tmp_path):
     ours = skv.load(write(case, tmp_path / "a.gguf"), dtype="float32")
-    theirs = models.write(case, tmp_path / "hf", **FILES[case][-1])
+    theirs = models.write(case, tmp_path / "hf", **FILES[case].fields)
     save_file(as_read(case), theirs / "model.safetensors", {"format": "pt"})
     assert_same_models(ours, skv.load(theirs, dtype="float32"))
     skv.save_hf(ours, tmp_path / "again")
@@ -198,7 +163,7 @@ def test_logits_are_those_of_transformers(case, tmp_path):
 
 
 def test_every_architecture_has_a_case():
-    assert {file[0] for file in FILES.values()} == ARCHITECTURES.keys()
+    assert {file.architecture for file in FILES.values()} == ARCHITECTURES.keys()
 
 
 @pytest.mark.parametrize(

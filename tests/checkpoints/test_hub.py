@@ -188,34 +188,32 @@ def test_no_network(server, monkeypatch):
     assert text.endswith(f"refused); it is not in the cache {constants.HF_HUB_CACHE}")
 
 
-def test_an_unknown_repository(server, monkeypatch):
-    what = f"no such repository at {server.url}"
-    log_in = "log in by `hf auth login`, or set HF_TOKEN"
-    assert error_of("runs/8b") == f"{what}, or it is private: {log_in}"
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert error_of("runs/8b") == f"{what}, or the account of the token may not read it"
+LOG_IN = "log in by `hf auth login`, or set HF_TOKEN"
+ACCEPT = f"access to it on the Hub is gated: accept the terms at URL/{NAME}"
 
 
-def test_a_private_repository(server, monkeypatch):
-    server.private = {NAME}
-    assert "or it is private" in error_of(NAME)
-
-
-def test_a_gated_repository(server, monkeypatch):
-    server.gated = {NAME}
-    accept = f"access to it on the Hub is gated: accept the terms at {server.url}/{NAME}"
-    log_in = "log in by `hf auth login`, or set HF_TOKEN"
-    assert error_of(NAME) == f"{accept} and {log_in}"
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert error_of(NAME) == f"{accept} as the account of your token"
-
-
-def test_a_wrong_token(server, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    assert error_of(NAME) == (
-        f"{server.url} refuses the token (401): log in by `hf auth login`, or set HF_TOKEN to one "
-        f"that is valid"
-    )
+@pytest.mark.parametrize(
+    "name, kind, token, text",
+    [
+        ("runs/8b", None, None, f"no such repository at URL, or it is private: {LOG_IN}"),
+        (
+            "runs/8b",
+            None,
+            TOKEN,
+            "no such repository at URL, or the account of the token may not read it",
+        ),
+        (NAME, "private", None, f"no such repository at URL, or it is private: {LOG_IN}"),
+        (NAME, "gated", None, f"{ACCEPT} and {LOG_IN}"),
+        (NAME, "gated", TOKEN, f"{ACCEPT} as the account of your token"),
+        (NAME, None, "hf_wrong", f"URL refuses the token (401): {LOG_IN} to one that is valid"),
+    ],
+)
+def test_repositories_that_are_not_for_all(name, kind, token, text, server, monkeypatch):
+    if kind is not None:
+        setattr(server, kind, {NAME})
+    if token is not None:
+        monkeypatch.setenv("HF_TOKEN", token)
+    assert error_of(name) == text.replace("URL", server.url)
 
 
 @pytest.mark.parametrize(
@@ -242,19 +240,13 @@ def test_a_full_disk(server, monkeypatch):
     )
 
 
-def test_a_cache_that_cannot_be_written(server, tmp_path, monkeypatch):
+@pytest.mark.parametrize("cache", ["FOLDER/file/hub", "/proc/x/hub"])
+def test_a_cache_that_cannot_be_written(cache, server, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "file" / "hub"))
-    assert error_of(NAME) == (
-        f"the cache {tmp_path}/file/hub cannot be written: set HF_HOME to a folder that can"
-    )
-
-
-def test_a_cache_that_cannot_be_made(server, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", "/proc/x/hub")
-    assert error_of(NAME) == (
-        "the cache /proc/x/hub cannot be written: set HF_HOME to a folder that can"
-    )
+    cache = cache.replace("FOLDER", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", cache)
+    text = f"the cache {cache} cannot be written: set HF_HOME to a folder that can"
+    assert error_of(NAME) == text
 
 
 def test_a_name_that_none_can_have(server):

@@ -85,7 +85,7 @@ def test_names_in_backticks_are_placeholders(message, said):
 
 
 LIBRARIES = {
-    "checkpoints/hub_errors.py": "huggingface_hub",
+    "checkpoints/hub.py": "huggingface_hub",
     "checkpoints/orbax_io.py": "tensorstore",
     "cli/exit.py": "JAX",
     "infer/runner/compilation.py": "XLA",

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 from safetensors import safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from .cases import CASES, FIXTURES, tensor_for
 
@@ -29,6 +29,13 @@ def tensors(case: str) -> dict[str, np.ndarray]:
     return {
         name: tensor_for(hf, name, tuple(shape)) for name, shape in recorded(case).shapes.items()
     }
+
+
+def assert_same_tensors(path: Path, case: str) -> None:
+    """Every tensor bit for bit, under the names that they had."""
+    written, expected = load_file(path / "model.safetensors"), tensors(case)
+    assert written.keys() == expected.keys()
+    assert all(np.array_equal(written[name], expected[name]) for name in expected)
 
 
 def write(case: str, path: Path, **changes) -> Path:

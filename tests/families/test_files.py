@@ -69,14 +69,7 @@ def test_read_straight_into_shards(case, mesh, load, tmp_path):
     whole = load(case).config.head_dim
     assert (heads, dims) == ((2, whole // 4) if mesh == FSDP else (1, whole))
     skv.save_hf(sharded, tmp_path / "out")
-    assert_same_tensors(tmp_path / "out", case)
-
-
-def assert_same_tensors(path, case: str) -> None:
-    written = load_file(path / "model.safetensors")
-    expected = models.tensors(case)
-    assert written.keys() == expected.keys()
-    assert all(np.array_equal(written[name], expected[name]) for name in expected)
+    models.assert_same_tensors(tmp_path / "out", case)
 
 
 @pytest.mark.parametrize("case", [EXPERTS, pytest.param("glm4", marks=LONG)])
@@ -88,7 +81,7 @@ def test_conversions_and_the_digest_of_the_base(case, load, tmp_path):
     assert convert(["hf2orbax", str(path), str(copy)]) == 0
     assert base_model_digest(open_any(path)) == base_model_digest(open_any(copy))
     assert convert(["orbax2hf", str(copy), str(tmp_path / "again")]) == 0
-    assert_same_tensors(tmp_path / "again", case)
+    models.assert_same_tensors(tmp_path / "again", case)
     model = student(load(case))
     skv.save_hf(model, tmp_path / "delta", format="delta")
     assert_same(load_delta(tmp_path / "delta", skv.load(copy, dtype="float32")), model)

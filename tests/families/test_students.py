@@ -16,7 +16,7 @@ from swiftkv_jax.infer import Engine, ScoreRequest
 from swiftkv_jax.model import layers, transformer
 from swiftkv_jax.model.attention import Attention
 from swiftkv_jax.model.batch import unpacked_batch
-from swiftkv_jax.train.analysis.sweep import analyze_cuts
+from swiftkv_jax.train.analysis.sweep import Sweep, measure_all
 from swiftkv_jax.train.recipe import Init
 
 from . import models
@@ -238,17 +238,18 @@ def test_calibration_and_analysis(case, group, load):
     batch = unpacked_batch(jnp.asarray(tokens()))
     mask = batch.loss_mask.at[:, -1].set(0.0)
     for init, kl in expected.items():
-        analysis = analyze_cuts(
+        sweep = Sweep(
             model.config,
             model.llama,
             [dataclasses.replace(batch, loss_mask=mask)],
-            [(3, group)],
+            lowest=3,
             prompt_length=100,
             attention=Attention(),
             init=init,
             calibration=[unpacked_batch(jnp.asarray(rows))],
         )
-        assert analysis.cuts[0].kl == pytest.approx(kl, rel=2e-2)
+        found = measure_all(sweep, [(3, group, "boundary")])
+        assert sweep.summary(found).cuts[0].kl == pytest.approx(kl, rel=2e-2)
 
 
 def test_the_closed_form_of_groups_needs_keys_without_norms(load):
