@@ -52,6 +52,7 @@ class Writer[B: ChatBody | CompletionBody](run.Writer):
         # They take microseconds for each token, and there may be many.
         self.takes_long = self.with_logprobs or body.prompt_logprobs is not None
         self._scored = scored
+        self._wanted = body.stream_options or StreamOptions()
         self._begun = set[int]()
         self._ended = set[int]()
         """Indices of choices in the stream."""
@@ -77,7 +78,8 @@ class Writer[B: ChatBody | CompletionBody](run.Writer):
 
     def events(self, generation: Generation) -> bytes:
         """Chunks, one for each choice that has grown, and [DONE]."""
-        wanted = self.body.stream_options or StreamOptions()
+        wanted = self._wanted
+        num_choices = sum(len(part.choices) for part in generation.parts)
         fields: dict[str, Any] = {}
         if wanted.continuous_usage_stats:
             fields["usage"] = usage(generation)
@@ -93,8 +95,7 @@ class Writer[B: ChatBody | CompletionBody](run.Writer):
                     events += self.first(part, choice, **fields)
                 if choice.finish_reason is not None:
                     self._ended.add(choice.index)
-                is_last = len(self._ended) == sum(1 for _ in generation.choices)
-                if is_last and not wanted.include_usage:
+                if len(self._ended) == num_choices and not wanted.include_usage:
                     fields |= self._metrics(generation)
                 events.append(self.event([self.next(choice, choice.take())], **fields))
         if generation.is_done:
