@@ -143,7 +143,7 @@ def test_more_than_there_is_room_for_is_refused_at_once(start):
     for one in held:
         one.close()
     running.check_empty()
-    assert running.post("/v1/completions", BODY)[0] == 200
+    assert running.post("/v1/completions", BODY | {"max_tokens": 3})[0] == 200
 
 
 def test_samples_and_tokens_count(start):
@@ -164,7 +164,8 @@ def test_a_key_has_its_own_limit(start):
         "/v1/completions", BODY | {"n": 3}, authorization="Bearer key-of-a-0"
     )
     assert status == 400 and answer["error"]["param"] == "n"
-    status, _ = running.post("/v1/completions", BODY | {"n": 2}, x_api_key="key-of-b-0")
+    body = BODY | {"n": 2, "max_tokens": 3}
+    status, _ = running.post("/v1/completions", body, x_api_key="key-of-b-0")
     assert status == 200
 
 
@@ -172,7 +173,7 @@ def test_many_requests_of_one_key_do_not_delay_another(start):
     """They wait where keys take turns, not in the engine."""
     keys = {"a": "key-of-a-0", "b": "key-of-b-0"}
     running = start(api_keys=keys, engine={"slots": 2}, **SLOW)
-    body, service = BODY | {"max_tokens": 20}, running.app.service
+    body, service = BODY | {"max_tokens": 12}, running.app.service
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         headers = {"x_api_key": "key-of-a-0"}
         others = [pool.submit(running.post, "/v1/completions", body, **headers) for _ in range(16)]
@@ -187,7 +188,7 @@ def test_one_large_request_of_a_key_does_not_delay_another(start):
     """Its prompts take turns with those of others."""
     keys = {"a": "key-of-a-0", "b": "key-of-b-0"}
     running = start(api_keys=keys, engine={"slots": 2}, **SLOW)
-    body, service = BODY | {"max_tokens": 10}, running.app.service
+    body, service = BODY | {"max_tokens": 6}, running.app.service
     large = body | {"prompt": ["hello"] * 40}
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         other = pool.submit(running.post, "/v1/completions", large, x_api_key="key-of-a-0")

@@ -12,7 +12,7 @@ from tests.serve.process import ROOT
 from tests.serve.test_forms import TOOLS
 from tests.serve.test_messages import CLEAR_THINKING, FORECAST
 from tests.serve.test_messages import SEARCH as SEARCH_BLOCKS
-from tests.serve.test_response_tools import AGENTS, FILES, READ, SEARCH
+from tests.serve.test_responses import AGENTS, FILES, READ, SEARCH
 
 HI: Any = [{"role": "user", "content": "hi"}]
 CHAT, COMPLETION, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"

@@ -18,7 +18,7 @@ from tests.serve.test_ends import BODY, SLOW
 
 def test_what_was_admitted_ends_before_the_server(start):
     running = start(**SLOW)
-    found, body = [], BODY | {"max_tokens": 100}
+    found, body = [], BODY | {"max_tokens": 60}
     threads = [
         threading.Thread(target=lambda: found.append(running.events("/v1/completions", body)))
         for _ in range(12)

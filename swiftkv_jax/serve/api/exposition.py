@@ -26,28 +26,15 @@ Row = tuple[Any, ...]
 """(kind, name, description, value, label): with a label the value is a number for each of its
 values."""
 _STATS = (
-    ("vllm:num_preemptions", "preemptions", "Requests that made room for earlier ones."),
-    ("swiftkv:compilations", "compilations", "Programs compiled while serving."),
-    ("swiftkv:step_host_seconds", "host_seconds", "Host time of steps."),
-    ("swiftkv:device_wait_seconds", "wait_seconds", "Steps' time of waiting for the device."),
-    ("swiftkv:prefilled_tokens", "prefilled_tokens", "Tokens that ran through prefill."),
-    (
-        "swiftkv:upper_layer_tokens_skipped",
-        "lower_layer_tokens",
-        "Tokens of prefill that skipped the upper layers.",
-    ),
-    (
-        "swiftkv:prefill_padding_tokens",
-        "padding_tokens",
-        "Tokens of prefill calls up to their compiled size.",
-    ),
-    (
-        "swiftkv:requests_skipped",
-        "num_times_skipped",
-        "Times that a waiting request was skipped for a later one.",
-    ),
+    ("compilations", "compilations", "Programs compiled while serving."),
+    ("step_host_seconds", "host_seconds", "Host time of steps."),
+    ("device_wait_seconds", "wait_seconds", "Steps' time of waiting for the device."),
+    ("prefilled_tokens", "prefilled_tokens", "Tokens that ran through prefill."),
+    ("upper_layer_tokens_skipped", "lower_layer_tokens", "Those that skipped the upper layers."),
+    ("prefill_padding_tokens", "padding_tokens", "Padding of prefill calls to a compiled size."),
+    ("requests_skipped", "num_times_skipped", "Times that a later request was admitted first."),
 )
-"""Counters of the engine: name, field of `Stats`, description."""
+"""Counters of the engine: name after `swiftkv:`, field of `Stats`, description."""
 
 
 def exposition(service: Service, accept: str) -> tuple[bytes, str]:
@@ -114,8 +101,10 @@ class _Collector:
         yield Counter, "vllm:prompt_tokens", text, snapshot.stats.prompt_tokens
         text = "Prompt tokens found in the prefix cache."
         yield Counter, "vllm:prompt_tokens_cached", text, prefix.hits
+        text = "Requests that made room for earlier ones."
+        yield Counter, "vllm:num_preemptions", text, snapshot.stats.preemptions
         for name, field, text in _STATS:
-            yield Counter, name, text, getattr(snapshot.stats, field)
+            yield Counter, f"swiftkv:{name}", text, getattr(snapshot.stats, field)
         yield Counter, "swiftkv:engine_idle_seconds", "Time without work.", snapshot.idle_seconds
         text = "Prompt tokens not cached yet."
         yield Gauge, "swiftkv:queued_tokens", text, admission.tokens

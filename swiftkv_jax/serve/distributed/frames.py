@@ -26,21 +26,13 @@ SPLIT_BYTES = 16 * 2**20
 # Requests ---------------------------------------------------------------------------------
 
 
-class ReasoningFields(msgspec.Struct, omit_defaults=True):
-    """Fields of a `ReasoningGrammar` besides its grammar."""
-
-    end_tag: bytes
-    begin_token: int | None
-    end_token_ids: tuple[int, ...]
-
-
 class Grammar(msgspec.Struct, omit_defaults=True):
     """Parts of `Request.grammar`."""
 
     grammar: str | None = None
     """Grammar in llguidance's own form."""
-    reasoning: ReasoningFields | None = None
-    """Reasoning that may come before it."""
+    reasoning: tuple[bytes, int | None, tuple[int, ...]] | None = None
+    """(end tag, first token, end tokens) of the reasoning that may come before it."""
     is_filter: bool = False
     """True if a `TokenFilter` is around it, with the fields that follow."""
     allowed_token_ids: tuple[int, ...] | None = None
@@ -133,9 +125,7 @@ def _grammar_of(matcher: Matcher | None) -> Grammar | None:
         found.bad_words = matcher.bad_words
         matcher = matcher.grammar
     if isinstance(matcher, ReasoningGrammar):
-        found.reasoning = ReasoningFields(
-            matcher.end_tag, matcher.begin_token, matcher.end_token_ids
-        )
+        found.reasoning = matcher.end_tag, matcher.begin_token, matcher.end_token_ids
         matcher = matcher.grammar
     if isinstance(matcher, GrammarMatcher):
         found.grammar = matcher.grammar
@@ -148,13 +138,14 @@ def _matcher_of(fields: Grammar, makers: Makers) -> Matcher | None:
     matcher = None if fields.grammar is None else makers.compile_grammar(fields.grammar)
     if fields.reasoning is not None:
         assert matcher is not None
+        end_tag, begin_token, end_token_ids = fields.reasoning
         matcher = ReasoningGrammar(
             matcher,
             makers.vocab_size,
-            end_tag=fields.reasoning.end_tag,
+            end_tag=end_tag,
             spelling_of=makers.spelling_of,
-            begin_token=fields.reasoning.begin_token,
-            end_token_ids=fields.reasoning.end_token_ids,
+            begin_token=begin_token,
+            end_token_ids=end_token_ids,
         )
     if not fields.is_filter:
         return matcher
