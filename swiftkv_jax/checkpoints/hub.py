@@ -232,7 +232,7 @@ def _without_weights(folder: Path, files: list[str]) -> str:
     return reason or f"no weights in the repository: looked for {INDEX}, {SINGLE_FILE} and GGUF"
 
 
-# Errors: each text is the rest of a message -------------------------------------
+# Errors: each text is the rest of a message -----------------------------------
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)

@@ -32,8 +32,8 @@ from ..process.files import check_free, new_directory, write_json
 from . import source
 from .auxiliary import read_auxiliary_files, read_json, write_auxiliary_files
 from .digest import digest
-from .orbax_calls import quiet_orbax, try_orbax
 from .source import Source
+from .states import quiet_orbax, try_orbax
 from .tensor_map import MappedLeaf, check_no_problems, differences, leaves
 
 MANIFEST = "manifest.json"

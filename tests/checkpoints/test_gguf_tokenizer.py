@@ -8,8 +8,7 @@ import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 
 from swiftkv_jax import ConfigError
-from swiftkv_jax.checkpoints.gguf.pretokenizers import pre_tokenizer
-from swiftkv_jax.checkpoints.gguf.tokenizer import end_tokens, tokenizer_files
+from swiftkv_jax.checkpoints.gguf.tokenizer import end_tokens, pre_tokenizer, tokenizer_files
 from tests.checkpoints import gguf_files
 from tests.checkpoints.gguf_files import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 

@@ -19,13 +19,13 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from ...checkpoints.digest import digest
-from ...checkpoints.orbax_calls import quiet_orbax
 from ...checkpoints.states import (
     FOLDER,
     STATE,
     DamagedError,
     Metadata,
     list_steps,
+    quiet_orbax,
     read_leaf,
     read_metadata,
 )
