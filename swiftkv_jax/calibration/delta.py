@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 from jaxtyping import Array, Complex, Float, Int
 
 from ..errors import DivergenceError
 from ..model.config import Config
 from ..model.params import QKV, Llama, PromptMLP, SwiftKV, require_teacher, swiftkv_shapes
 from ..model.rope import paired_dims
-from ..model.sharding import swiftkv_shardings, to_host
+from ..model.sharding import from_host, swiftkv_shardings, to_host
 from ..process.distributed import from_process_0
 from . import solve
 from .moments import Moments, first_fitted_norm, inputs_of_values, num_inputs
@@ -84,15 +84,7 @@ def fit_delta(
     shared = config.key_value_group_size > 1
     heads = tuple(tuple(map(int, row)) for group in groups for row in group.shared_kv_heads)
     config = dataclasses.replace(config, shared_kv_heads=heads if shared else None)
-    first = min(llama.embed.devices(), key=lambda device: device.id)
-    where: Any = (
-        jax.tree.map(lambda _: SingleDeviceSharding(first), swiftkv_shapes(config))
-        if mesh is None
-        else swiftkv_shardings(config, mesh)
-    )
-
-    def put(stacked: np.ndarray, sharding: Sharding) -> jax.Array:
-        return jax.make_array_from_callback(stacked.shape, sharding, lambda part: stacked[part])
+    where = delta_shardings(config, mesh, llama)
 
     def behind(own: Array, fitted: np.ndarray) -> np.ndarray:
         """A stack of all groups: the teacher's `own` first."""
@@ -102,19 +94,19 @@ def fit_delta(
     delta = SwiftKV(
         norm=_copy(first_fitted_norm(config, llama)),
         q=jnp.array(upper.q, copy=True),
-        k=put(behind(upper.k, k[..., :size]), where.k),
-        v=put(behind(upper.v, v[..., :size]), where.v),
+        k=from_host(behind(upper.k, k[..., :size]), where.k),
+        v=from_host(behind(upper.v, v[..., :size]), where.v),
         q_bias=_copy(upper.q_bias),
         q_norm=_copy(upper.q_norm),
         k_norm=_copy(upper.k_norm),
     ).with_prompt_mlp(mlps)
     if config.boundary_taps:
-        delta = dataclasses.replace(delta, k_tap=put(k[..., size : 2 * size], where.k_tap))
+        delta = dataclasses.replace(delta, k_tap=from_host(k[..., size : 2 * size], where.k_tap))
     if config.qkv_bias:
         delta = dataclasses.replace(
             delta,
-            k_bias=put(behind(upper.k_bias, k[..., -1]), where.k_bias),
-            v_bias=put(behind(upper.v_bias, v[..., -1]), where.v_bias),
+            k_bias=from_host(behind(upper.k_bias, k[..., -1]), where.k_bias),
+            v_bias=from_host(behind(upper.v_bias, v[..., -1]), where.v_bias),
         )
     if shared:
         factors = np.concatenate([group.query_factors for group in groups]).astype(np.complex64)
@@ -123,11 +115,19 @@ def fit_delta(
             delta,
             q=turn(delta.q),
             q_bias=None if delta.q_bias is None else turn(delta.q_bias),
-            mix=put(np.concatenate([group.mix for group in groups]).astype(dtype), where.mix),
+            mix=from_host(np.concatenate([group.mix for group in groups]).astype(dtype), where.mix),
         )
     if mesh is not None:
         delta = jax.device_put(delta, where)
     return Fit(config, delta, tuple(itertools.chain(*fits)), int(moments.tokens))
+
+
+def delta_shardings(config: Config, mesh: Mesh | None, llama: Llama) -> SwiftKV:
+    """`swiftkv_shardings`; without a mesh, on the device of `llama`."""
+    if mesh is not None:
+        return swiftkv_shardings(config, mesh)
+    first = SingleDeviceSharding(min(llama.embed.devices(), key=lambda device: device.id))
+    return jax.tree.map(lambda _: first, swiftkv_shapes(config))
 
 
 def _copy(leaf: jax.Array | None) -> jax.Array | None:

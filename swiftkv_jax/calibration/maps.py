@@ -35,14 +35,15 @@ from ..model.mesh import FSDP, MODEL
 from ..model.params import Block, Leaf, Llama, PromptMLP, require_teacher
 from ..model.sharding import (
     all_gather_fsdp,
+    from_host,
     replicated,
-    swiftkv_shardings,
     to_host,
 )
 from ..model.transformer import run_lower_layers, run_upper_layers_teacher
 from ..process.distributed import from_process_0
 from . import solve
-from .moments import fitted_tokens, products, prompt_delta, split_rows
+from .delta import delta_shardings
+from .moments import fitted_tokens, float32_shapes, products, prompt_delta, split_rows, zeros
 
 logger = logging.getLogger(__name__)
 
@@ -73,18 +74,10 @@ def fit_maps(
     count = config.prompt_attention_layers
     neurons = config.prompt_mlp_neurons
     fitted = zero_mlps(config, count, neurons, llama.embed.dtype)
-    where = None if mesh is None else swiftkv_shardings(config, mesh).prompt_mlp
+    where = delta_shardings(config, mesh, llama).prompt_mlp
 
-    def put() -> PromptMLP:
-        if where is None:
-            return jax.tree.map(jnp.array, fitted)
-        return jax.tree.map(
-            lambda leaf, sharding: jax.make_array_from_callback(
-                leaf.shape, sharding, lambda part: leaf[part]
-            ),
-            fitted,
-            where,
-        )
+    def put() -> PromptMLP:  # copies, for the host's arrays are filled further
+        return jax.tree.map(lambda leaf, at: from_host(leaf.copy(), at), fitted, where)
 
     for index in range(count):
         every = kept or _keep(batches, kept)
@@ -161,12 +154,7 @@ def solve_sums(layer: int, sums: MapSums, fitted: PromptMLP, index: int) -> floa
 def sum_shapes(config: Config, neurons: int) -> MapSums:
     """Shapes of the sums for one map with so many neurons."""
     size = config.embed_dim + neurons
-    shapes = MapSums((size, size), (size, config.embed_dim), (), ())
-    return jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
-        shapes,
-        is_leaf=lambda leaf: isinstance(leaf, tuple),
-    )
+    return float32_shapes(MapSums((size, size), (size, config.embed_dim), (), ()))
 
 
 def sum_shardings(config: Config, neurons: int, mesh: Mesh) -> MapSums:
@@ -179,13 +167,8 @@ def sum_shardings(config: Config, neurons: int, mesh: Mesh) -> MapSums:
 
 def zero_sums(config: Config, neurons: int, mesh: Mesh | None) -> MapSums:
     """The sums of no tokens."""
-
-    def zeros():
-        shapes = sum_shapes(config, neurons)
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-
     where = None if mesh is None else sum_shardings(config, neurons, mesh)
-    return jax.jit(zeros, out_shardings=where)()
+    return zeros(sum_shapes(config, neurons), where)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
@@ -220,11 +203,8 @@ def map_inputs(config: Config, m: Float[Array, "B T D"], mlp: PromptMLP) -> Floa
 
 def zero_energy(config: Config, mesh: Mesh | None) -> Float[Array, " F"]:
     """The sums of `add_energy` of no tokens."""
-    zeros = jax.jit(
-        lambda: jnp.zeros(config.mlp_dim, jnp.float32),
-        out_shardings=None if mesh is None else replicated(mesh),
-    )
-    return zeros()
+    shape = jax.ShapeDtypeStruct((config.mlp_dim,), jnp.float32)
+    return zeros(shape, None if mesh is None else replicated(mesh))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)

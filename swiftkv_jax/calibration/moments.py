@@ -53,12 +53,25 @@ def moment_shapes(config: Config, layers: int | None = None) -> Moments:
     k = config.num_kv_heads
     h = config.head_dim
     e = num_inputs(config)
-    shapes = Moments((u, e, e), (u, e, 2, k, h), (u, 2, k), (u, n, h // 2), ())
+    return float32_shapes(Moments((u, e, e), (u, e, 2, k, h), (u, 2, k), (u, n, h // 2), ()))
+
+
+def float32_shapes[Tree](shapes: Tree) -> Tree:
+    """A tree of tuples as one of float32 arrays of these shapes."""
     return jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
         shapes,
         is_leaf=lambda leaf: isinstance(leaf, tuple),
     )
+
+
+def zeros(shapes: Any, where: Any = None) -> Any:
+    """Zeros of these shapes on the shardings `where`; on the default device without any."""
+
+    def make():
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+    return jax.jit(make, out_shardings=where)()
 
 
 def num_inputs(config: Config) -> int:
@@ -96,15 +109,9 @@ def moment_shardings(config: Config, mesh: Mesh) -> Moments:
 
 
 def zero_moments(config: Config, mesh: Mesh | None, layers: int | None = None) -> Moments:
-    """The moments of no tokens, of as many layers as in `moment_shapes`; on the default device
-    without a mesh."""
-    shapes = moment_shapes(config, layers)
-
-    def zeros():
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-
+    """The moments of no tokens, of as many layers as in `moment_shapes`."""
     where = None if mesh is None else moment_shardings(config, mesh)
-    return jax.jit(zeros, out_shardings=where)()
+    return zeros(moment_shapes(config, layers), where)
 
 
 # The output matrix, which is not used, stays an argument: it is in memory, and the compiler's

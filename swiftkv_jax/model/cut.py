@@ -4,6 +4,7 @@ others share a cache, and which tokens keep their own in those too."""
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from ..errors import ConfigError, UsageError
 from .config import Config, GeneratedKV
@@ -115,3 +116,25 @@ def choose_generated_kv(
         return dataclasses.replace(config, exact_head=exact_head)
     except ConfigError as error:
         raise UsageError(f"`exact_head`={exact_head}: {error}") from None
+
+
+def describe_cut(cut: Any, num_layers: int) -> str:
+    """The cut of a `Config`, or of another object with its fields:
+    `K=18 of 30 layers with a tap, an exact head, generated_kv own and a tail of 64`."""
+    text = f"K={cut.num_key_value_layers} of {num_layers} layers"
+    if cut.key_value_group_size > 1:
+        text += f" in groups of {cut.key_value_group_size}"
+    parts = []
+    if cut.prompt_attention_layers:
+        count = cut.prompt_attention_layers
+        parts.append(f"the attention of {count} more layer{'s' * (count > 1)}")
+    if cut.prompt_mlp_neurons:
+        parts[-1] += f" and {cut.prompt_mlp_neurons:,} neurons of each MLP"
+    if cut.boundary_taps:
+        parts.append("a tap")
+    if cut.exact_head:
+        parts.append("an exact head")
+    if parts:
+        text += f" with {', '.join(parts)}"
+    tail = f" and a tail of {cut.exact_tail}" if cut.exact_tail else ""
+    return f"{text}, generated_kv {cut.generated_kv}{tail}"

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from .config import Config
@@ -122,6 +122,11 @@ def to_host(array: jax.Array, *index: int) -> np.ndarray:
     assert isinstance(array.sharding, NamedSharding)
     everywhere = NamedSharding(array.sharding.mesh, P())
     return np.asarray(_entry(array, index, everywhere) if index else _replicate(array, everywhere))
+
+
+def from_host(array: np.ndarray, sharding: Sharding) -> jax.Array:
+    """An array that every process has, on its sharding."""
+    return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -33,6 +33,7 @@ from ..errors import CheckpointError, OutOfMemoryError
 from ..model.attention import Attention
 from ..model.batch import Batch
 from ..model.config import Config
+from ..model.cut import describe_cut
 from ..model.mesh import MeshShape, make_mesh
 from ..model.params import llama_shapes, swiftkv_shapes
 from ..model.sharding import batch_sharding, llama_shardings, swiftkv_shardings
@@ -171,24 +172,12 @@ def describe_training(recipe: Recipe, config: Config, mesh: Any, dtype: jnp.dtyp
     )
     rows = recipe.micro_batch_size // recipe.mesh.rows
     return (
-        f"{frozen:,} frozen and {trained:,} trained parameters, {config.num_key_value_layers} of "
-        f"{config.num_layers} layers own their keys and values, groups of "
-        f"{config.key_value_group_size}{boundary_words(config)}\n"
+        f"{frozen:,} frozen and {trained:,} trained parameters; "
+        f"{describe_cut(config, config.num_layers)}\n"
         f"mesh {recipe.mesh} ({count_devices(mesh)}), {dtype}, remat {recipe.remat}; a step is "
         f"{recipe.batch_size} rows of {recipe.max_length:,} tokens in "
         f"{recipe.gradient_accumulation_steps} micro-batches, {rows} rows to a device"
     )
-
-
-def boundary_words(config: Config) -> str:
-    """Describe the prompt attention layers, taps and exact head, to end a list; empty without
-    any."""
-    alone = config.prompt_attention_layers
-    words = f", {alone} prompt attention layers" * (alone > 0)
-    if neurons := config.prompt_mlp_neurons:
-        words += f" with {neurons:,} neurons each"
-    words += ", with a tap" * config.boundary_taps
-    return words + ", with an exact head" * config.exact_head
 
 
 def _fsdp_bytes(recipe: Recipe, config: Config) -> float:
@@ -236,8 +225,7 @@ def plan_calibration(options: CalibrationOptions, topology: str | None) -> None:
     host = f"{host_flops(config) / 1e12:,.1f} TFLOP in float64{groups}"
     size = num_inputs(config)
     parts = [
-        f"calibration of {config.num_upper_layers} upper layers of {config.num_layers} in groups "
-        f"of {config.key_value_group_size}{boundary_words(config)} on {tokens:,} tokens: "
+        f"calibration of {describe_cut(config, config.num_layers)} on {tokens:,} tokens: "
         f"{math.ceil(tokens / batch)} batches of {rows} rows of {length:,}, more where rows have "
         f"padding\nmesh {options.mesh} ({count_devices(mesh)}), {dtype}; then one factorisation of "
         f"{size:,} x {size:,} numbers per upper layer on the host",

@@ -55,8 +55,8 @@ def test_plan_of_prompt_attention_layers_and_a_tap(capsys):
     flags += ["--prompt-mlp-neurons", "1024"]
     assert main(["calibrate", *flags]) == 0
     text = capsys.readouterr().out
-    of_each = "2 prompt attention layers with 1,024 neurons each"
-    assert f"in groups of 1, {of_each}, with a tap on 1,048,576 tokens" in text
+    closer = "the attention of 2 more layers and 1,024 neurons of each MLP, a tap"
+    assert f"with {closer}, generated_kv boundary on 1,048,576 tokens" in text
     assert "one factorisation of 8,192 x 8,192 numbers per upper layer" in text
     assert re.search(r"^maps +0\.11$", text, re.M)  # 2 x 4096 x (4096 + 3 x 1024) x 2 bytes
     moments = re.search(r"^second moments, float32 +(\d+\.\d+)$", text, re.M)

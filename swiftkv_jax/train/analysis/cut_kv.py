@@ -11,18 +11,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, Sharding
 from jaxtyping import Array, Float, Int
 
 from ...calibration import LayerFit
-from ...calibration.delta import fit_layers, output_metrics, own_projections, share_layers
+from ...calibration.delta import (
+    delta_shardings,
+    fit_layers,
+    output_metrics,
+    own_projections,
+    share_layers,
+)
 from ...calibration.moments import (
     LayerQueries,
     Moments,
@@ -38,9 +43,10 @@ from ...model.attention import Attention
 from ...model.batch import Batch
 from ...model.config import Config, GeneratedKV
 from ...model.initialization import Start
-from ...model.params import Llama, SwiftKV, swiftkv_shapes
+from ...model.params import Llama, SwiftKV
 from ...model.rope import paired_dims, rope_tables, scanned_kinds
-from ...model.sharding import all_gather_fsdp, swiftkv_shardings
+from ...model.sharding import all_gather_fsdp, from_host
+from ...plan.memory import sharded_bytes
 from .sweep_programs import PromptLayers, boundary_states, layer_of
 
 MOMENTS_BYTES = 2**33
@@ -75,7 +81,7 @@ def copied_kv(
 ) -> Iterator[tuple[Student, CutKV]]:
     """The start of each student, as `initialization.init_swiftkv` makes it."""
     size = config.num_layers - min(k for k, _, _ in students)
-    where = _shardings(config, size, mesh)
+    where = _shardings(config, size, mesh, llama)
     for student in students:
         k, g, _ = student
         members = np.zeros((size, config.num_layers), bool)
@@ -203,18 +209,17 @@ class Fitter:
             entry=entry,
         )
         shared, fits = zip(*share_layers(layers, group, moments, self.pairs), strict=True)
-        heads = [
+        expanded = [
             np.split(own_projections(cut, qkv, layer).transpose(1, 2, 0), 2)
             for layer in range(first - alone, first)
         ]
-        expanded = [(k, v) for k, v in heads]
         expanded += [kv for each in shared for kv in each.expanded()]
-        kv = _put(cut, expanded, self.size, self.llama.embed.dtype, self.attention.mesh)
+        kv = _put(cut, expanded, self.size, self.llama, self.attention.mesh)
         if qkv.k_norm is not None:  # then without groups
             norms = np.zeros((self.size, cut.num_layers), bool)
             upper = cut.num_upper_layers
             norms[:upper, cut.num_lower_layers :] = np.eye(upper, dtype=bool)
-            where = _shardings(cut, self.size, self.attention.mesh).k_norm
+            where = _shardings(cut, self.size, self.attention.mesh, self.llama).k_norm
             kv = dataclasses.replace(kv, k_norm=_means(qkv.k_norm, norms, where))
         return CutKV(kv, tuple(fit for each in fits for fit in each), prompt)
 
@@ -227,15 +232,9 @@ def plan_passes(
     entry of each."""
     one = moment_shapes(config, 1)
     if mesh is None:
-        parts = [leaf.shape for leaf in jax.tree.leaves(one)]
+        layer_bytes = 4 * sum(leaf.size for leaf in jax.tree.leaves(one))
     else:
-        placed = jax.tree.map(
-            lambda leaf, sharding: sharding.shard_shape(leaf.shape),
-            one,
-            moment_shardings(config, mesh),
-        )
-        parts = jax.tree.leaves(placed, is_leaf=lambda leaf: isinstance(leaf, tuple))
-    layer_bytes = 4 * sum(map(math.prod, parts))
+        layer_bytes = int(sharded_bytes(one, moment_shardings(config, mesh)))
     upper = [config.num_layers - k for k, _ in wanted]
     entries = max(max(upper), min(sum(upper), MOMENTS_BYTES // layer_bytes))
     chosen = {}
@@ -343,32 +342,29 @@ def _row_means(stack: Float[Array, "L *A"], members: Float[Array, "U L"]) -> Flo
     return (sums / counts.reshape(-1, *(1,) * (sums.ndim - 1))).astype(stack.dtype)
 
 
-def _shardings(config: Config, size: int, mesh: Mesh | None) -> SwiftKV:
+def _shardings(config: Config, size: int, mesh: Mesh | None, llama: Llama) -> SwiftKV:
     taps = config.boundary_taps
     cut = config.cut(config.num_layers - size, prompt_attention_layers=0, boundary_taps=taps)
-    if mesh is not None:
-        return swiftkv_shardings(cut, mesh)
-    first = SingleDeviceSharding(jax.local_devices()[0])
-    return jax.tree.map(lambda _: first, swiftkv_shapes(cut))
+    return delta_shardings(cut, mesh, llama)
 
 
 def _put(
     config: Config,
-    layers: Sequence[tuple[np.ndarray, np.ndarray]],
+    layers: Sequence[Sequence[np.ndarray]],
     size: int,
-    dtype,
+    llama: Llama,
     mesh: Mesh | None,
 ) -> SwiftKV:
     """Stacks of `size` entries from each layer's k and v (K H E), zeros behind them."""
-    where = _shardings(config, size, mesh)
+    where = _shardings(config, size, mesh, llama)
     width = config.embed_dim
     parts = {"k": [k for k, _ in layers], "v": [v for _, v in layers]}
 
     def put(arrays: list[np.ndarray], sharding: Sharding) -> jax.Array:
-        stack = np.zeros((size, *arrays[0].shape), dtype)
+        stack = np.zeros((size, *arrays[0].shape), llama.embed.dtype)
         for entry, array in enumerate(arrays):
             stack[entry] = array
-        return jax.make_array_from_callback(stack.shape, sharding, lambda part: stack[part])
+        return from_host(stack, sharding)
 
     stacks = {
         name: put([x[..., :width] for x in arrays], getattr(where, name))

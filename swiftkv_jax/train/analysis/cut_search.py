@@ -19,7 +19,8 @@ from collections.abc import Iterable, Sequence
 
 from ...calibration import LayerFit
 from ...model.config import GeneratedKV
-from .recommendation import Budget, as_counted, describe_cut
+from ...model.cut import describe_cut
+from .recommendation import Budget, as_counted
 from .sweep import CutResult, Sweep, measure_all
 
 logger = logging.getLogger(__name__)

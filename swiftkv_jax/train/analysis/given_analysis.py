@@ -12,10 +12,10 @@ from ...checkpoints.auxiliary import read_json
 from ...checkpoints.hub import repository_of
 from ...errors import CheckpointError, DataError, UsageError
 from ...model.config import GENERATED_KV, Config
-from ...model.cut import CUT_FIELDS
+from ...model.cut import CUT_FIELDS, describe_cut
 from ..run.setup import cut_model
 from ..run_options import RunOptions
-from .recommendation import Recommendation, describe_cut
+from .recommendation import Recommendation
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import UsageError
 from ...model.config import Config, GeneratedKV
-from ...model.cut import CUT_FIELDS
+from ...model.cut import CUT_FIELDS, describe_cut
 from ..loss.far_tokens import MAX_FAR_LOSS, MIN_FAR_TOKENS
 
 if TYPE_CHECKING:
@@ -203,27 +203,6 @@ class Recommendation:
 def plus_minus(error: float | None, form: str) -> str:
     """` ± 0.2%`, formatted with `form`; nothing for an error that is unknown."""
     return "" if error is None else f" ± {error:{form}}"
-
-
-def describe_cut(cut: CutResult | Recommendation, num_layers: int) -> str:
-    """`K=18 of 30 layers with a tap, an exact head, generated_kv own and a tail of 64`."""
-    text = f"K={cut.num_key_value_layers} of {num_layers} layers"
-    if cut.key_value_group_size > 1:
-        text += f" in groups of {cut.key_value_group_size}"
-    parts = []
-    if cut.prompt_attention_layers:
-        count = cut.prompt_attention_layers
-        parts.append(f"the attention of {count} more layer{'s' * (count > 1)}")
-    if cut.prompt_mlp_neurons:
-        parts[-1] += f" and {cut.prompt_mlp_neurons:,} neurons of each MLP"
-    if cut.boundary_taps:
-        parts.append("a tap")
-    if cut.exact_head:
-        parts.append("an exact head")
-    if parts:
-        text += f" with {', '.join(parts)}"
-    tail = f" and a tail of {cut.exact_tail}" if cut.exact_tail else ""
-    return f"{text}, generated_kv {cut.generated_kv}{tail}"
 
 
 def recommend(cuts: Iterable[CutResult], budget: Budget, far_tokens: int) -> Recommendation | None:

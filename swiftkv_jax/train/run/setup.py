@@ -22,7 +22,7 @@ from ...checkpoints.digest import digest_all
 from ...checkpoints.training_run import RECIPE, config_differences
 from ...errors import CheckpointError, ConfigError, OutOfMemoryError, UsageError
 from ...model.config import Config
-from ...model.cut import choose_cut, choose_generated_kv, has_same_delta
+from ...model.cut import choose_cut, choose_generated_kv, describe_cut, has_same_delta
 from ...model.model import Model
 from ...model.params import llama_shapes, swiftkv_shapes
 from ...model.quantization import refuse_quantized
@@ -246,23 +246,10 @@ def describe_run(options: RunOptions, model: Model, mesh: Mesh) -> str:
         else ""
     )
     axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
-    groups = own = ""
-    if config.key_value_group_size > 1:
-        groups = f", of the others {config.key_value_group_size} share a cache"
-    if alone := config.prompt_attention_layers:
-        groups += f"; prompts run the attention of the next {alone}"
-    if neurons := config.prompt_mlp_neurons:
-        groups += f" and {neurons:,} neurons of each"
-    groups += "; with a tap" * config.boundary_taps
-    if config.generated_kv == "own":
-        tail = f" and the last {config.exact_tail} of a prompt" if config.exact_tail else ""
-        own = f"; generated tokens{tail} keep those of every layer"
-    own += "; so does the first token" * config.exact_head
     processes = "" if jax.process_count() == 1 else f" in {jax.process_count()} processes"
     return (
         f"{options.model}: {frozen:,} frozen and {trained:,} trained parameters; "
-        f"{config.num_key_value_layers} of {config.num_layers} "
-        f"layers have keys and values of their own{groups}{own}\n"
+        f"{describe_cut(config, config.num_layers)}\n"
         f"{model.dtype} on {mesh.size} x {device.device_kind}{processes}, {axes}{emulated}"
     )
 
