@@ -28,14 +28,14 @@ from ..kernel_check import forward_configs
 from ..model.attention import Attention
 from ..model.config import Config
 from ..model.cut import CUT_FIELDS, has_same_delta
-from ..model.model import AuxiliaryFiles, Model
+from ..model.model import Model
 from ..model.stacks import cast
 from ..process.distributed import is_main_process
 from ..process.files import write_json
 from .analysis.given_analysis import warn_over_budget
 from .calibrate_options import CALIBRATION_DEMO, CalibrationOptions
 from .data.loader import DatasetMixture
-from .loss.far_tokens import FAR_NATS, MIN_FAR_TOKENS, far_cell
+from .loss.far_tokens import FAR_NATS, MIN_FAR_TOKENS, FarLoss
 from .loss.objective import Objective
 from .run.evaluation import (
     compare_rows,
@@ -120,7 +120,8 @@ def run(options: CalibrationOptions) -> None:
             "nothing is measured, because all of `data` was fitted to: give `eval_data`, more "
             "`data` or fewer `calibration_tokens`"
         )
-    files = noted_far_loss(model.auxiliary_files, "calibration", *_far_loss(results))
+    lost = _far_loss(results)
+    files = noted_far_loss(model.auxiliary_files, "calibration", lost)
     if is_main_process():
         if results:
             print(table(results, config, HELD_OUT if chosen is None else LEFT))
@@ -137,7 +138,9 @@ def run(options: CalibrationOptions) -> None:
                 **{name: getattr(config, name) for name in CUT_FIELDS},
                 "layers": [dataclasses.asdict(layer) for layer in layers],
                 "held_out": results,
-                "warning": _warning(files, results),
+                "warning": far_loss_warning(files.hf_config)
+                if lost.is_known
+                else "loss on far tokens: not measured",
                 "measured_on": options.eval_data if chosen is None else options.data,
                 "seconds": round(seconds, 2),
             },
@@ -167,22 +170,10 @@ def check_calibration(options: CalibrationOptions, source: Source, config: Confi
         raise UsageError(f"`output_dir`={options.output_dir}: it holds a model already")
 
 
-def _far_loss(results: dict[str, dict[str, Any]]) -> tuple[int, float | None]:
-    """(far tokens, nats) of the student that is exported, the last one; none if nothing was
-    measured."""
-    if not results:
-        return 0, None
-    *_, last = results.values()
-    return last["far_tokens"], last["far_nats"]
-
-
-def _warning(files: AuxiliaryFiles, results: dict[str, dict[str, Any]]) -> str | None:
-    """Return the record's warning of the loss on far tokens: too large, or not measured; None if
-    neither."""
-    tokens, nats = _far_loss(results)
-    if nats is None or tokens < MIN_FAR_TOKENS:
-        return "loss on far tokens: not measured"
-    return far_loss_warning(files.hf_config)
+def _far_loss(results: dict[str, dict[str, Any]]) -> FarLoss:
+    """The loss of the student that is exported, the last one."""
+    *_, last = ({}, *results.values())
+    return FarLoss(last.get("far_tokens", 0), last.get("far_nats"))
 
 
 def _check_kept(source: Source, config: Config) -> None:
@@ -250,7 +241,8 @@ def table(results: dict[str, dict[str, Any]], config: Config, text: str = HELD_O
         above = row["perplexity"] / teacher - 1
         lines.append(
             f"{name:<11}  {row['perplexity']:10,.3f}  {above:+17.2%}  {row['kl']:6.4f}  "
-            f"{row['agreement']:9.1%}  " + far_cell(row["far_tokens"], row["far_nats"]).rjust(21)
+            f"{row['agreement']:9.1%}  "
+            + FarLoss(row["far_tokens"], row["far_nats"]).cell.rjust(21)
         )
     far = last["far_tokens"]
     lost = last["far_nats"]
@@ -270,9 +262,7 @@ def warn_of_losses(results: dict[str, dict[str, Any]], config: Config, *, keep_d
     `far_tokens.MAX_FAR_LOSS` on far tokens, or is further from the teacher than the other without
     losing less there."""
     (before, old), (name, new) = results.items()
-    far = new["far_tokens"]
-    lost = new["far_nats"]
-    lost_before = old["far_nats"]
+    lost = FarLoss(new["far_tokens"], new["far_nats"])
     if config.generated_kv == "boundary":
         remedy = "distil it before you serve it"
     elif keep_delta:
@@ -283,8 +273,8 @@ def warn_of_losses(results: dict[str, dict[str, Any]], config: Config, *, keep_d
     else:
         remedy = "distil it for boundary before you scale it"
     more = "or keep more layers (`num_key_value_layers`)"
-    warn_of_far_loss(far, lost, f"the {name} model", f"{remedy}, {more}")
-    if new["kl"] > old["kl"] and (lost is None or far < MIN_FAR_TOKENS or lost >= lost_before):
+    warn_of_far_loss(lost, f"the {name} model", f"{remedy}, {more}")
+    if new["kl"] > old["kl"] and not (lost.is_known and lost.nats < old["far_nats"]):
         logger.warning(
             "the %s model's KL from the teacher, %.4f, is above that of the model %s, %.4f",
             name,

@@ -70,7 +70,7 @@ def test_the_command_on_the_demo_model(tmp_path, capsys):
         )
         assert row["of layers"] == f"{cut.num_key_value_layers / 8:.1%}"
         assert row["generated"] == cut.generated_kv, "rows of 64 are too short for a tail"
-        assert row["far nats"] == far_tokens.far_cell(result["far_tokens"], cut.far_nats)
+        assert row["far nats"] == far_tokens.FarLoss(result["far_tokens"], cut.far_nats).cell
         assert row["perplexity"] == f"{cut.perplexity_loss:+.2%}", "one row has no spread"
         assert cut.perplexity_loss == pytest.approx(
             cut.student_perplexity / cut.teacher_perplexity - 1, abs=1e-9

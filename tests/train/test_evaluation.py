@@ -9,6 +9,7 @@ import pytest
 from swiftkv_jax.checkpoints.far_loss import FIELD, far_loss_warning
 from swiftkv_jax.model.model import AuxiliaryFiles
 from swiftkv_jax.train.__main__ import main
+from swiftkv_jax.train.loss.far_tokens import FarLoss
 from swiftkv_jax.train.run import evaluation
 
 TEXT = (
@@ -86,9 +87,9 @@ def test_a_student_that_loses_far_tokens_is_warned_of(tokens, lost, warns, tmp_p
 def test_the_export_of_a_student_that_loses_far_tokens_says_so(tokens, lost, noted):
     """And the note of the student that it was made from goes, unless it was trained unmeasured."""
     given = AuxiliaryFiles(hf_config={"model_type": "llama", FIELD: {"nats": 9.0}})
-    found = evaluation.noted_far_loss(given, "calibration", tokens, lost).hf_config
+    found = evaluation.noted_far_loss(given, "calibration", FarLoss(tokens, lost)).hf_config
     assert found["model_type"] == "llama" and (FIELD in found) == noted
-    trained = evaluation.noted_far_loss(given, "training", tokens, lost).hf_config
+    trained = evaluation.noted_far_loss(given, "training", FarLoss(tokens, lost)).hf_config
     kept = given.hf_config[FIELD] if tokens < 64 else found.get(FIELD)
     assert (trained.get(FIELD) or {}).get("nats") == (kept or {}).get("nats")
     assert far_loss_warning(found) == (

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 
 from ...calibration import LayerFit
-from ..loss.far_tokens import FAR_NATS, MAX_FAR_LOSS, MIN_FAR_TOKENS, far_cell, loses_too_much
+from ..loss.far_tokens import FAR_NATS, MAX_FAR_LOSS, MIN_FAR_TOKENS, FarLoss
 from .cut_search import dips
 from .heads import cut_off, describe_heads
 from .recommendation import Budget, Recommendation, as_counted, plus_minus
@@ -80,10 +80,9 @@ def _generated(cut: CutResult) -> str:
 
 
 def _far(far_tokens: int, cut: CutResult) -> str:
-    cell = far_cell(far_tokens, cut.far_nats)
-    if cut.far_nats is not None and far_tokens >= MIN_FAR_TOKENS:
-        cell += plus_minus(cut.far_nats_error, ".3f")
-    return cell + "*" * loses_too_much(far_tokens, cut.far_nats)
+    lost = FarLoss(far_tokens, cut.far_nats)
+    error = plus_minus(cut.far_nats_error, ".3f") if lost.is_known else ""
+    return lost.cell + error + "*" * lost.is_too_much
 
 
 def _smallest(cut: CutResult, name: str) -> str:
@@ -101,7 +100,7 @@ def _describe_far(analysis: Analysis) -> str:
     )
     if count < MIN_FAR_TOKENS:
         text += f"; {MIN_FAR_TOKENS} are needed: measure more `rows`, or longer ones (`max_length`)"
-    if any(loses_too_much(count, cut.far_nats) for cut in analysis.cuts):
+    if any(FarLoss(count, cut.far_nats).is_too_much for cut in analysis.cuts):
         text += f"; *: more than {MAX_FAR_LOSS:g}: distil it or keep more layers, and measure again"
     return text
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,30 +37,40 @@ KEPT = 64
 """Tokens at the end of a row's first half that are not far; a quarter of a row at most."""
 
 
-def far_cell(tokens: int, lost: float | None) -> str:
-    """Format the average loss on `tokens` far tokens for a table: `none` of them, `too few`, or
-    nats."""
-    if lost is None or not tokens:
-        return "none"
-    return f"{lost:+.3f}" if tokens >= MIN_FAR_TOKENS else "too few"
+class FarLoss(NamedTuple):
+    """The number of far tokens, and the nats that a student loses on them, on average."""
 
+    tokens: int = 0
+    nats: float | None = None
+    """None without far tokens."""
 
-def loses_too_much(tokens: int, lost: float | None) -> bool:
-    """Return whether a student loses more than `MAX_FAR_LOSS` on enough far tokens to say so."""
-    return lost is not None and tokens >= MIN_FAR_TOKENS and lost > MAX_FAR_LOSS
+    @property
+    def is_known(self) -> bool:
+        """Whether the tokens are enough to say something."""
+        return self.nats is not None and self.tokens >= MIN_FAR_TOKENS
+
+    @property
+    def is_too_much(self) -> bool:
+        return self.nats is not None and self.is_known and self.nats > MAX_FAR_LOSS
+
+    @property
+    def cell(self) -> str:
+        """For a table: `none`, `too few`, or nats."""
+        if not self.tokens or self.nats is None:
+            return "none"
+        return f"{self.nats:+.3f}" if self.is_known else "too few"
+
+    def __str__(self) -> str:
+        """`+0.030 (1,200 tokens)`, or only how many there are."""
+        if not self.tokens or self.nats is None:
+            return "none"
+        count = f"({describe_count(self.tokens)})"
+        return f"{self.nats:+.3f} {count}" if self.is_known else count
 
 
 def describe_count(tokens: int) -> str:
     """`1,200 tokens`, or that nothing follows from so few."""
     return f"{tokens:,} tokens" + ", too few to say" * (tokens < MIN_FAR_TOKENS)
-
-
-def describe_far(tokens: int, lost: float | None) -> str:
-    """`+0.030 (1,200 tokens)`, or only how many there are."""
-    if lost is None or not tokens:
-        return "none"
-    count = f"({describe_count(tokens)})"
-    return f"{lost:+.3f} {count}" if tokens >= MIN_FAR_TOKENS else count
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -23,8 +23,8 @@ from ...errors import CheckpointError, UsageError
 from ...process.files import write_atomic
 from ...process.plotting import matplotlib_missing
 from ..loss.divergence import describe
-from ..loss.far_tokens import MAX_FAR_LOSS, describe_far, loses_too_much
-from ..run.metrics import EVAL_FAR_NATS, EVAL_FAR_TOKENS, METRICS, read_metrics
+from ..loss.far_tokens import MAX_FAR_LOSS
+from ..run.metrics import EVAL_FAR_TOKENS, METRICS, far_of, read_metrics
 from .plots import draw_run
 
 logger = logging.getLogger(__name__)
@@ -149,12 +149,11 @@ def far_sentence(evaluations: Sequence[dict[str, Any]]) -> str:
     measured = [row for row in evaluations if EVAL_FAR_TOKENS in row]
     if not measured:
         return "Loss on far tokens: not measured (eval_data)."
-    tokens = measured[-1][EVAL_FAR_TOKENS]
-    lost = measured[-1].get(EVAL_FAR_NATS)
-    if not loses_too_much(tokens, lost):
+    lost = far_of(measured[-1])
+    if not lost.is_too_much:
         return ""
     return (
-        f"Warning: the student loses {lost:.3f} nats on {tokens:,} far tokens, more than "
+        f"Warning: the student loses {lost.nats:.3f} nats on {lost.tokens:,} far tokens, more than "
         f"{MAX_FAR_LOSS:g}: do not serve it as it is."
     )
 
@@ -170,8 +169,7 @@ def outcomes(evaluations: Sequence[dict[str, Any]]) -> tuple[Sequence[str], list
         (label, *(form.format(row[key]) for row in chosen)) for key, (label, form) in found.items()
     ]
     if all(EVAL_FAR_TOKENS in row for row in chosen):
-        far = (describe_far(row[EVAL_FAR_TOKENS], row.get(EVAL_FAR_NATS)) for row in chosen)
-        rows.append(("far tokens, nats lost", *far))
+        rows.append(("far tokens, nats lost", *(str(far_of(row)) for row in chosen)))
     excess = (
         f"{row['eval_student_perplexity'] / row['eval_teacher_perplexity'] - 1:+.2%}"
         for row in chosen

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -27,13 +27,13 @@ from ..loss.distill import Sums
 from ..loss.far_tokens import (
     MAX_FAR_LOSS,
     MIN_FAR_TOKENS,
+    FarLoss,
     describe_count,
-    loses_too_much,
     only_far,
 )
 from ..run_options import RunOptions
 from .batch_sharder import BatchSharder
-from .metrics import EVAL_FAR_NATS, EVAL_FAR_TOKENS, EVAL_LOSS, METRICS, read_metrics
+from .metrics import EVAL_FAR_NATS, EVAL_FAR_TOKENS, EVAL_LOSS, METRICS, far_of, read_metrics
 from .progress import track
 from .setup import own_tail
 
@@ -143,67 +143,60 @@ def compare_rows(step: EvalStep, rows: HeldOut) -> tuple[Sums, Sums]:
     return jax.tree.map(lambda leaf: leaf[0], sums), jax.tree.map(lambda leaf: leaf[1], sums)
 
 
-def far_loss(far: Sums) -> tuple[int, float | None]:
-    """(far-dependent predictions, nats that the student loses on them against the teacher, on
-    average; None if there are none)"""
+def far_loss(far: Sums) -> FarLoss:
+    """The loss of the student against the teacher on the far-dependent predictions."""
     tokens = int(far.targets)
-    return tokens, float(far.student_nll - far.teacher_nll) / tokens if tokens else None
+    lost = float(far.student_nll - far.teacher_nll)
+    return FarLoss(tokens, lost / tokens) if tokens else FarLoss()
 
 
-def noted_far_loss(
-    files: AuxiliaryFiles, step: Step, tokens: int, lost: float | None
-) -> AuxiliaryFiles:
+def noted_far_loss(files: AuxiliaryFiles, step: Step, lost: FarLoss) -> AuxiliaryFiles:
     """The files of a student that is exported after `step`, with a note for those who serve it if
     it loses too much. What is trained without being measured keeps the note that it had."""
-    if step == "training" and (lost is None or tokens < MIN_FAR_TOKENS):
+    if step == "training" and not lost.is_known:
         return files
-    nats = lost if loses_too_much(tokens, lost) else None
-    return with_far_loss(files, step, tokens, nats, MAX_FAR_LOSS)
+    nats = lost.nats if lost.is_too_much else None
+    return with_far_loss(files, step, lost.tokens, nats, MAX_FAR_LOSS)
 
 
-def warn_of_far_loss(tokens: int, lost: float | None, what: str, remedy: str) -> None:
-    """Log a warning if `what` loses more than `MAX_FAR_LOSS` nats on `tokens` far tokens, which
-    are enough."""
-    if loses_too_much(tokens, lost):
+def warn_of_far_loss(lost: FarLoss, what: str, remedy: str) -> None:
+    """Log a warning if `what` loses too much."""
+    if lost.is_too_much:
         logger.warning(
-            "%s loses %.3f nats on %s tokens that depend on the far prompt, more than %g: %s",
-            what,
-            lost,
-            f"{tokens:,}",
-            MAX_FAR_LOSS,
-            remedy,
+            f"{what} loses {lost.nats:.3f} nats on {lost.tokens:,} tokens that depend on the far "
+            f"prompt, more than {MAX_FAR_LOSS:g}: {remedy}"
         )
 
 
-def log_far_loss(folder: Path, step: int) -> tuple[int, float | None]:
+def log_far_loss(folder: Path, step: int) -> FarLoss:
     """Log what a run in `folder` lost on far tokens before its first step and after `step`, if it
-    was measured, with a warning if that is too much: (far tokens, nats), as `far_of`."""
+    was measured, with a warning if that is too much. Returns the latter."""
     rows = {row["step"]: row for row in read_metrics(folder / METRICS) if EVAL_FAR_TOKENS in row}
     if step not in rows:
-        return 0, None
-    (tokens, after), before = far_of(rows[step]), rows.get(0, {}).get(EVAL_FAR_NATS)
-    if 0 < tokens < MIN_FAR_TOKENS:
+        return FarLoss()
+    after = far_of(rows[step])
+    before = rows.get(0, {}).get(EVAL_FAR_NATS)
+    if 0 < after.tokens < MIN_FAR_TOKENS:
         logger.info(
             "far tokens: %s (%d are needed); measure on more held-out rows (`eval_batches`) or on "
             "longer ones",
-            describe_count(tokens),
+            describe_count(after.tokens),
             MIN_FAR_TOKENS,
         )
-    elif before is not None and after is not None:
+    elif before is not None and after.nats is not None:
         logger.info(
             "far tokens: %+.3f nats lost before training, %+.3f after, on %s",
             before,
-            after,
-            describe_count(tokens),
+            after.nats,
+            describe_count(after.tokens),
         )
     warn_of_far_loss(
-        tokens,
         after,
         "the student",
         "train it longer, keep more layers (`num_key_value_layers`), or make smaller groups "
         "(`key_value_group_size`)",
     )
-    return tokens, after
+    return after
 
 
 def perplexity_loss(folder: Path, step: int) -> float | None:
@@ -213,11 +206,6 @@ def perplexity_loss(folder: Path, step: int) -> float | None:
         if row["step"] == step and EVAL_LOSS in row:
             return row["eval_student_perplexity"] / row["eval_teacher_perplexity"] - 1
     return None
-
-
-def far_of(row: Mapping[str, Any]) -> tuple[int, float | None]:
-    """(far tokens, nats lost on them; None if there are none) of an evaluation's row."""
-    return row[EVAL_FAR_TOKENS], row.get(EVAL_FAR_NATS)
 
 
 def evaluations_since_best(losses: Sequence[float]) -> int:

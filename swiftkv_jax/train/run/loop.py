@@ -149,7 +149,7 @@ def run(recipe: Recipe) -> RunResult:
         share = perplexity_loss(recipe.output_dir, int(state.step))
         remedy = "train it longer, or keep more layers (`num_key_value_layers`)"
         warn_over_budget(recipe, config, share, remedy)
-        files = noted_far_loss(files, "training", *lost)
+        files = noted_far_loss(files, "training", lost)
         # Before the export, because a run that has its model is finished and not started again.
         write_report(recipe.output_dir)
     llama, delta = (cast(tree, opened.export_dtype) for tree in (model.llama, state.delta))

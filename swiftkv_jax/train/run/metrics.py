@@ -12,7 +12,7 @@ import importlib
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from ...errors import DivergenceError, UsageError
 from ...process.distributed import is_main_process
 from ...process.files import write_atomic
-from ..loss.far_tokens import describe_far
+from ..loss.far_tokens import FarLoss
 from ..recipe import Recipe
 from .progress import Progress
 from .step import learning_rate
@@ -106,6 +106,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a `metrics.jsonl`, in order. A last line that is still being written is left
     out."""
     return [row for _, row in _complete_rows(path)]
+
+
+def far_of(row: Mapping[str, Any]) -> FarLoss:
+    """The loss in an evaluation's row."""
+    return FarLoss(row[EVAL_FAR_TOKENS], row.get(EVAL_FAR_NATS))
 
 
 def _complete_rows(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
@@ -270,7 +275,7 @@ class MetricsRecorder:
             if name not in (EVAL_FAR_TOKENS, EVAL_FAR_NATS)
         ]
         if EVAL_FAR_NATS in results:
-            far = describe_far(int(results[EVAL_FAR_TOKENS]), results[EVAL_FAR_NATS])
+            far = FarLoss(int(results[EVAL_FAR_TOKENS]), results[EVAL_FAR_NATS])
             shown.append(f"far nats {far}")
         logger.info("step %d: held-out %s", step, "  ".join(shown))
         self._log.write({"step": step} | results)
