@@ -325,6 +325,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable]] = {
     "awq": (AWQ | {"modules_to_not_convert": ["o_proj"]}, awq(16)),
     "awq symmetric": (AWQ | {"zero_point": False, "group_size": -1}, awq(0, zero=8)),
 }
+FP8_DYNAMIC = (  # stays in 8 bits
+    compressed_tensors("float-quantized", F8 | {"strategy": "channel"}, TOKENS | {"type": "float"}),
+    scaled((1, 0)),
+)
 WIDE = {  # what a list of names leaves as it is
     "fp8 autofp8": ("layers.1.mlp.up_proj",),
     "fbgemm_fp8": ("layers.0.", "self_attn"),

@@ -83,8 +83,6 @@ def test_a_llama_is_the_one_of_the_directory(folder):
     theirs = skv.load(folder / "hf", dtype="float32")
     assert_same_models(ours, theirs)
     assert ours.config.norm_eps == 1e-5 and ours.config.ropes[0].theta == 5e5
-    tokens = np.arange(12).reshape(2, 6)
-    np.testing.assert_array_equal(skv.logits(ours, tokens), skv.logits(theirs, tokens))
 
 
 def test_its_tokenizer_and_end_tokens(tmp_path):

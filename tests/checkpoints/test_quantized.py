@@ -26,7 +26,6 @@ from tests.checkpoints.fp8_files import (
     fp8_tensors,
     hf_fields,
     stored,
-    tokens,
     write,
 )
 
@@ -67,9 +66,6 @@ def test_the_authors_format(tmp_path, overrides, scale_dtype):
     )
 
     plain = tiny.model_of(hf, dequantized(tensors))
-    np.testing.assert_allclose(
-        skv.logits(model, tokens()), skv.logits(plain, tokens()), atol=3e-5, rtol=1e-5
-    )
     assert_same(skv.load(tmp_path / "fp8", quantization="none"), plain)
 
 

@@ -117,11 +117,8 @@ def test_a_power_for_each_32_inputs():
 def test_a_directory_is_the_model_of_its_decoded_weights(tmp_path, name):
     hf, tensors, wide = directory(name)
     model = skv.load(write(tmp_path / "model", hf, tensors))
-    plain = tiny.model_of({**hf, "quantization_config": None}, wide)
     assert model.quantization is None
-    assert_same(model, plain)
-    tokens = jnp.asarray(tiny.tokens_for(hf, 1, 7))
-    np.testing.assert_array_equal(skv.logits(model, tokens), skv.logits(plain, tokens))
+    assert_same(model, tiny.model_of({**hf, "quantization_config": None}, wide))
 
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "W4A16 asymmetric", "gptq", "awq", "MXFP4"])

@@ -34,11 +34,7 @@ EXPERTS = "qwen3-moe"
 EXPERT = "model.layers.3.mlp.experts.5.down_proj.weight"
 FSDP = "data=1,fsdp=4,model=1"
 LONG = pytest.mark.long
-FP8 = quantized_files.compressed_tensors(
-    "float-quantized",
-    quantized_files.F8 | {"strategy": "channel"},
-    quantized_files.TOKENS | {"type": "float"},
-)
+FP8, FP8_ENCODER = quantized_files.FP8_DYNAMIC
 
 
 @pytest.mark.parametrize(
@@ -102,8 +98,7 @@ def test_eight_bits_stay(case, tmp_path):
     """Values and their scales are permuted alike, and routers are left out; a quantised model is
     written as it was."""
     left_out = ["lm_head", ROUTERS] if case == EXPERTS else ["lm_head"]
-    encode = quantized_files.scaled((1, 0))
-    hf, tensors, wide = quantized(case, encode, FP8 | {"ignore": left_out})
+    hf, tensors, wide = quantized(case, FP8_ENCODER, FP8 | {"ignore": left_out})
     path = write_tensors(tmp_path / "fp8", hf, tensors)
     plain = skv.load(write_tensors(tmp_path / "wide", CASES[case], wide), dtype="float32")
     model = skv.load(path, dtype="float32")
