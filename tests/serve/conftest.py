@@ -1,6 +1,7 @@
 """A server on a model runner without a model, in a thread of the test."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import http.client
@@ -186,6 +187,19 @@ class Running:
         content = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         return self.send(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+
+    def later[T](self, ask: Callable[..., T], *args: Any) -> concurrent.futures.Future[T]:
+        """The result of a request that is sent meanwhile."""
+        found = concurrent.futures.Future[T]()
+
+        def run() -> None:
+            try:
+                found.set_result(ask(*args))
+            except BaseException as error:
+                found.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return found
 
     def check_end(self, code: int = 0) -> None:
         """The server ends, with this exit code."""

@@ -1,6 +1,6 @@
 """How requests end before their answer: clients that leave, limits of time, load, shutdown."""
 
-import concurrent.futures
+import functools
 import json
 import random
 import threading
@@ -69,15 +69,10 @@ def test_many_clients_that_leave_at_any_moment_disturb_none_that_stay(start):
         prompt: running.post("/v1/completions", BODY | {"prompt": prompt})[1]["choices"]
         for prompt in ("steady", "also steady")
     }
-    rng, found = random.Random(1), []
-
-    def stay(prompt: str) -> None:
-        found.append((prompt, running.post("/v1/completions", BODY | {"prompt": prompt})))
-
-    threads = [threading.Thread(target=stay, args=(prompt,)) for prompt in alone for _ in range(3)]
-    leaving = []
-    for thread in threads:
-        thread.start()
+    rng, staying, leaving = random.Random(1), [], []
+    for prompt in [*alone] * 3:
+        asked = running.later(running.post, "/v1/completions", BODY | {"prompt": prompt})
+        staying.append((prompt, asked))
         for _ in range(10):
             body = BODY | {"prompt": "x" * rng.randrange(1, 50), "stream": rng.random() < 0.7}
             leaving.append(running.connect(body | {"n": rng.choice([1, 1, 2])}))
@@ -86,10 +81,8 @@ def test_many_clients_that_leave_at_any_moment_disturb_none_that_stay(start):
                 leaving.pop(rng.randrange(len(leaving))).close()
     for one in leaving:
         one.close()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 6
-    for prompt, (status, answer) in found:
+    for prompt, asked in staying:
+        status, answer = asked.result(20)
         assert status == 200 and answer["choices"] == alone[prompt]
     running.check_empty()
     stats = running.app.service.engine.snapshot.stats
@@ -174,13 +167,12 @@ def test_many_requests_of_one_key_do_not_delay_another(start):
     keys = {"a": "key-of-a-0", "b": "key-of-b-0"}
     running = start(api_keys=keys, engine={"slots": 2}, **SLOW)
     body, service = BODY | {"max_tokens": 12}, running.app.service
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        headers = {"x_api_key": "key-of-a-0"}
-        others = [pool.submit(running.post, "/v1/completions", body, **headers) for _ in range(16)]
-        running.until(lambda: service.num_admitted == 16)
-        assert running.post("/v1/completions", body, x_api_key="key-of-b-0")[0] == 200
-        assert service.num_admitted > 8
-        assert {other.result()[0] for other in others} == {200}
+    of_a = functools.partial(running.post, x_api_key="key-of-a-0")
+    others = [running.later(of_a, "/v1/completions", body) for _ in range(16)]
+    running.until(lambda: service.num_admitted == 16)
+    assert running.post("/v1/completions", body, x_api_key="key-of-b-0")[0] == 200
+    assert service.num_admitted > 8
+    assert {other.result(20)[0] for other in others} == {200}
     running.check_empty()
 
 
@@ -190,12 +182,12 @@ def test_one_large_request_of_a_key_does_not_delay_another(start):
     running = start(api_keys=keys, engine={"slots": 2}, **SLOW)
     body, service = BODY | {"max_tokens": 6}, running.app.service
     large = body | {"prompt": ["hello"] * 40}
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        other = pool.submit(running.post, "/v1/completions", large, x_api_key="key-of-a-0")
-        running.until(lambda: service.admission.sequences == 40)
-        assert running.post("/v1/completions", body, x_api_key="key-of-b-0")[0] == 200
-        assert service._num_submitted < 20 and not other.done()
-        assert other.result()[0] == 200
+    of_a = functools.partial(running.post, x_api_key="key-of-a-0")
+    other = running.later(of_a, "/v1/completions", large)
+    running.until(lambda: service.admission.sequences == 40)
+    assert running.post("/v1/completions", body, x_api_key="key-of-b-0")[0] == 200
+    assert service._num_submitted < 20 and not other.done()
+    assert other.result(20)[0] == 200
     running.check_empty()
 
 

@@ -3,7 +3,6 @@
 import json
 import logging
 import re
-import threading
 import time
 
 import pytest
@@ -170,19 +169,14 @@ def test_calls_of_tools_have_stopped(start, says):
 
 def test_requests_wait_for_capacity(start):
     running = start(engine={"slots": 1}, step_seconds=0.05, max_num_queued_reqs=8)
-    threads = [
-        threading.Thread(target=running.post, args=("/v1/completions", BODY)) for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
+    asked = [running.later(running.post, "/v1/completions", BODY) for _ in range(4)]
 
     def waiting(name: str, **labels: str) -> float:
         return value(families(running), f"vllm:num_requests_waiting{name}", **labels)
 
     running.until(lambda: waiting("_by_reason", reason="capacity") == 3)
     assert waiting("_by_reason", reason="deferred") == 0
-    for thread in threads:
-        thread.join()
+    assert [one.result(20)[0] for one in asked] == [200] * 4
     assert waiting("") == waiting("_by_reason") == 0
 
 

@@ -18,13 +18,8 @@ from tests.serve.test_ends import BODY, SLOW
 
 def test_what_was_admitted_ends_before_the_server(start):
     running = start(**SLOW)
-    found, body = [], BODY | {"max_tokens": 60}
-    threads = [
-        threading.Thread(target=lambda: found.append(running.events("/v1/completions", body)))
-        for _ in range(12)
-    ]
-    for thread in threads:
-        thread.start()
+    body = BODY | {"max_tokens": 60}
+    asked = [running.later(running.events, "/v1/completions", body) for _ in range(12)]
     running.until(lambda: running.app.service.num_admitted == 12)
     idle = [http.client.HTTPConnection("127.0.0.1", running.port) for _ in range(10)]
     for one in idle:
@@ -36,14 +31,12 @@ def test_what_was_admitted_ends_before_the_server(start):
     status, headers, content = running.request("POST", "/v1/completions", BODY)
     assert status == 503 and json.loads(content)["error"]["code"] == "draining"
     assert headers["x-should-retry"] == "true"
-    for thread in threads:
-        thread.join(30)
+    found = [one.result(30) for one in asked]
     last = time.monotonic()
     running.check_end()
     assert time.monotonic() - last < 3
     for one in idle:
         one.close()
-    assert len(found) == 12
     for events in found:
         assert events[-1] == "[DONE]" and events[-2]["choices"][0]["finish_reason"] == "length"
 
@@ -89,14 +82,12 @@ def test_a_grammar_that_is_still_compiled_holds_nothing_up(busy, start, monkeypa
 
 def test_the_time_for_a_shutdown_is_limited(start):
     running = start(shutdown_timeout=0.3, step_seconds=0.1)
-    found = []
-    thread = threading.Thread(target=lambda: found.append(running.events("/v1/completions", BODY)))
-    thread.start()
+    asked = running.later(running.events, "/v1/completions", BODY)
     running.until(lambda: running.app.service.engine.snapshot.load.num_running == 1)
     running.stop()
     running.check_end()
-    thread.join(10)
-    assert found[0][-1] == "[DONE]" and found[0][-2]["error"]["code"] == "draining"
+    *_, event, done = asked.result(10)
+    assert done == "[DONE]" and event["error"]["code"] == "draining"
 
 
 def test_a_second_signal_ends_at_once(start):
@@ -111,17 +102,14 @@ def test_a_second_signal_ends_at_once(start):
 
 def test_an_engine_that_fails_ends_the_server(start):
     running = start(**SLOW)
-    found = []
-    thread = threading.Thread(target=lambda: found.append(running.post("/v1/completions", BODY)))
-    thread.start()
+    asked = running.later(running.post, "/v1/completions", BODY)
     running.until(lambda: running.app.service.engine.snapshot.load.num_running == 1)
 
     def fail(output):
         raise RuntimeError("the device is gone")
 
     running.runner.read = fail
-    thread.join(10)
-    ((status, answer),) = found
+    status, answer = asked.result(10)
     assert status == 500 and answer["error"]["code"] == "engine_failed"
     assert "device" not in json.dumps(answer)
     running.check_end(1)

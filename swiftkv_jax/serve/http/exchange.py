@@ -162,11 +162,9 @@ class HTTPExchange:
 
     async def send_bytes(self, status: int, content: bytes, content_type: str) -> None:
         """A whole answer. Raises `ClientGone`."""
+        length = len(content)
         if self.method == "HEAD":
-            length = len(content)
             content = b""
-        else:
-            length = len(content)
         elapsed = 1e3 * (time.monotonic() - self.arrival)
         self.extra.setdefault("openai-processing-ms", f"{elapsed:.0f}")
         with self._connection.transport.held():
