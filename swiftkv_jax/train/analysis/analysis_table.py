@@ -154,16 +154,13 @@ def by_k(cuts: Sequence[CutResult]) -> dict[int, list[CutResult]]:
     fitted = [cut for cut in cuts if cut.key_value_group_size == 1 and cut.layers]
     found: dict[int, list[CutResult]] = {}
     for cut in fitted:
-        if not cut.exact_head and (cut.num_key_value_layers not in found or _is_own(cut)):
+        is_own = cut.generated_kv == "own"
+        if not cut.exact_head and (cut.num_key_value_layers not in found or is_own):
             found[cut.num_key_value_layers] = [cut]
     for cut in fitted:
         if cut.exact_head:
             found[cut.num_key_value_layers].append(cut)
     return found
-
-
-def _is_own(cut: CutResult) -> bool:
-    return cut.generated_kv == "own"
 
 
 def _improved(cut: CutResult) -> str:

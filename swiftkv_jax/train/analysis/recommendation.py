@@ -42,26 +42,16 @@ class Budget:
 
     def excess(self, cut: CutResult) -> float:
         """The largest loss of a student, in shares of its limit: above 1 it is over the budget.
-        Far tokens count where they were measured."""
-        shares = [
-            lost / limit
-            for lost, limit in (
-                (cut.perplexity_loss, self.perplexity_loss),
-                (cut.far_nats, self.far_loss),
-            )
-            if limit is not None and lost is not None
-        ]
-        return max(shares, default=0.0)
+        Losses count where they are measured and limited."""
+        limits = ((cut.perplexity_loss, self.perplexity_loss), (cut.far_nats, self.far_loss))
+        return max(
+            (lost / limit for lost, limit in limits if lost is not None and limit is not None),
+            default=0.0,
+        )
 
     def holds(self, cut: CutResult) -> bool:
         """Whether a student is within the budget. Its border is."""
-        return all(
-            limit is None or lost is None or lost <= limit
-            for lost, limit in (
-                (cut.perplexity_loss, self.perplexity_loss),
-                (cut.far_nats, self.far_loss),
-            )
-        )
+        return self.excess(cut) <= 1
 
 
 def as_counted(cut: CutResult, far_tokens: int) -> CutResult:

@@ -68,7 +68,7 @@ def _draw_cuts(
         ]
         label = f"g = {kind[0]}, {kind[1]}"
         for improved, style in ((False, {"marker": "o"}), (True, {"marker": "x", "ls": ""})):
-            chosen = [cut for cut in cuts if _is_improved(cut) == improved]
+            chosen = [cut for cut in cuts if (cut.exact_head > 0) == improved]
             x = [100 * cut.prefill_flops_share for cut in chosen]
             y = [lost(cut) for cut in chosen]
             label = None if improved else label
@@ -87,10 +87,6 @@ def _draw_cuts(
     axes.set_title(f"Before distillation ({analysis.init})")
     axes.margins(x=0.12, y=0.15)
     axes.legend()
-
-
-def _is_improved(cut: CutResult) -> bool:
-    return cut.exact_head > 0
 
 
 def _draw_keys(axes: Any, analysis: Analysis) -> None:

@@ -3,11 +3,9 @@ both."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,26 +102,17 @@ def load_model(options: RunOptions, config: Config, mesh: Mesh) -> Model:
     Raises `OutOfMemoryError` if the host's memory does not suffice, `UsageError` for a quantised
     model.
     """
-    with _host_memory_for(options, config):
-        model = load(options.model, dtype=options.dtype, mesh=mesh, config=config)
-    refuse_quantized(model.llama, f"{options.model}: training")
-    return model
-
-
-@contextlib.contextmanager
-def _host_memory_for(options: RunOptions, config: Config) -> Iterator[None]:
-    """Turn a `MemoryError` into `OutOfMemoryError`, which says what was needed."""
     try:
-        yield
+        model = load(options.model, dtype=options.dtype, mesh=mesh, config=config)
     except MemoryError:
         dtype = jnp.dtype(options.dtype or jnp.bfloat16)
-        size = dtype.itemsize * sum(
-            math.prod(leaf.shape) for leaf in jax.tree.leaves(llama_shapes(config))
-        )
+        count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(llama_shapes(config)))
+        size = dtype.itemsize * count / GIB
         raise OutOfMemoryError(
-            f"{options.model}: not enough host memory for its {size / GIB:.1f} GiB of weights in "
-            f"{dtype}"
+            f"{options.model}: not enough host memory for its {size:.1f} GiB of weights in {dtype}"
         ) from None
+    refuse_quantized(model.llama, f"{options.model}: training")
+    return model
 
 
 def open_tokenizer(options: RunOptions) -> Any:
