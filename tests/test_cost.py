@@ -245,7 +245,7 @@ def shapes_of(config: Config) -> Shapes:
         slots=1,
         decode_rows=(1,),
         decode_steps=1,
-        greedy_programs=False,
+        decode_kinds=("sampling",),
         chunks=(2048,),
         spare_tiles=(4,),
         contexts=(None,),

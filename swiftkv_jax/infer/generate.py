@@ -141,6 +141,7 @@ def generate(
         generated_kv=generated_kv,
         exact_tail=exact_tail,
         one_size=True,
+        sampling=not params.is_plain_greedy,
     )
     for number, request in enumerate(requests):
         with _naming(None if one else number):

@@ -165,7 +165,7 @@ def load() -> Loaded:
         slots=slots,
         decode_rows=(slots,),
         decode_steps=4,
-        greedy_programs=False,
+        decode_kinds=("sampling",),
         chunks=(chunk,),
         spare_tiles=(slots,),
         contexts=(None,),

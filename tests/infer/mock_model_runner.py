@@ -229,7 +229,7 @@ def mock_engine(
         slots=slots,
         decode_rows=(slots,),
         decode_steps=steps,
-        greedy_programs=False,
+        decode_kinds=("sampling",),
         chunks=(chunk,),
         spare_tiles=(tiles - least,),
         contexts=(context,),

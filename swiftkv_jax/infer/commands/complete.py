@@ -189,6 +189,7 @@ def _fitted_options(
         "max_model_len": fitting,
         "decode_steps": steps,
         "one_size": True,
+        "sampling": not all(request.params.is_plain_greedy for request in requests),
     }
     options = EngineOptions(**defaults | engine_fields)
     num_sequences = sum(request.params.n for request in requests)

@@ -67,6 +67,11 @@ def check_request(request: Request | ScoreRequest, config: Config, options: Engi
             option="rng_stream",
         )
     params.check_vocabulary(config.vocab_size)
+    if not options.sampling and not params.is_plain_greedy:
+        raise UsageError(
+            "this engine is for plain greedy requests: make it with the option `sampling`=True",
+            option="sampling",
+        )
     if len(request.prompt) + params.max_tokens > limit:
         raise ContextLengthError(
             f"the prompt has {len(request.prompt)} tokens, with {params.max_tokens} new ones that "

@@ -130,6 +130,9 @@ class EngineOptions:
     )
     scoring: bool = False
     """Compile the programs that a `ScoreRequest` needs."""
+    sampling: bool = True
+    """Compile the programs that requests need unless they are plain greedy
+    (`SamplingParams.is_plain_greedy`)."""
     structured_outputs: bool = False
     """Compile the programs that a request with a `grammar` needs."""
     decode_rows: tuple[int, ...] | None = None

@@ -138,15 +138,13 @@ def lower_all(
     for rows in shapes.decode_rows:
         operands = served, weights, ints(shapes.dp_size * rows), state
         static = {"steps": shapes.decode_steps, "attention": attention}
-        add(DecodeProgram(rows), decode, *operands, **static)
         one_step = static | {"steps": 1}
-        if single := rows in shapes.single_step_sizes:
-            add(DecodeProgram(rows, single_step=True), decode, *operands, **one_step)
-        if shapes.greedy_programs:
-            add(DecodeProgram(rows, "greedy"), decode, *operands, **static, greedy=True)
-            if single:
-                program = DecodeProgram(rows, "greedy", single_step=True)
-                add(program, decode, *operands, **one_step, greedy=True)
+        for kind in shapes.decode_kinds:
+            is_greedy = kind == "greedy"
+            add(DecodeProgram(rows, kind), decode, *operands, **static, greedy=is_greedy)
+            if rows in shapes.single_step_sizes:
+                program = DecodeProgram(rows, kind, single_step=True)
+                add(program, decode, *operands, **one_step, greedy=is_greedy)
         if shapes.structured_outputs:
             words = mask_words(served.vocab_size)
             masks = layout.array((shapes.dp_size * rows, words), jnp.uint32)
@@ -256,7 +254,7 @@ def lower_program(
         slots=batch // shards,
         decode_rows=(batch // shards,),
         decode_steps=steps,
-        greedy_programs=False,
+        decode_kinds=("sampling",),
         chunks=(page_size,),
         spare_tiles=(0,),
         contexts=(None,),
@@ -280,6 +278,6 @@ def _shapes_of(program: Program, page_size: int) -> dict[str, Any]:
         case UpperProgram(tokens, upper_tokens, context, scores):
             upper = {"scoring": True} if scores else {"tail": upper_tokens}
             return {"chunks": (tokens,), "contexts": (context,), **upper}
-        case DecodeProgram(rows, kind):
-            return {"decode_rows": (rows,), "greedy_programs": kind == "greedy"}
+        case DecodeProgram(rows):
+            return {"decode_rows": (rows,), "decode_kinds": ("sampling", "greedy")}
     return {}

@@ -33,7 +33,6 @@ from .layout import Layout
 from .lowering import (
     COPY_PAGES,
     INSERT_SEQUENCES,
-    DecodeKind,
     DecodeProgram,
     PrefillProgram,
     Program,
@@ -250,7 +249,7 @@ class ModelRunner:
         """See `ModelRunnerBase`."""
         slots, size, index = self._decode_rows(sequences)
         plain = all(sequence.params.is_plain_greedy for sequence in sequences)
-        kind: DecodeKind = "greedy" if plain and self.shapes.greedy_programs else "sampling"
+        kind = self.shapes.decode_kind(plain)
         program = DecodeProgram(size, kind, single_step=steps != self.shapes.decode_steps)
         return AsyncOutput(self._decode(program, slots), index)
 

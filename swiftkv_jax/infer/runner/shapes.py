@@ -41,6 +41,10 @@ GPU_DECODE_ROWS = (1, 8, 32, 64, 96, 128, 192, 256, 384)
 the rows."""
 
 
+UnconstrainedKind = Literal["sampling", "greedy"]
+"""The kind of a decode call whose sequences follow no grammar."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Shapes:
     """The shapes that the programs are compiled for, on each data-parallel shard. A call uses the
@@ -57,9 +61,9 @@ class Shapes:
     decode_rows: tuple[int, ...]
     """Sizes of a decode call, ascending; the last is `slots`."""
     decode_steps: int
-    greedy_programs: bool
-    """Whether there are separate decode programs for calls in which all sequences are plain
-    greedy."""
+    decode_kinds: tuple[UnconstrainedKind, ...]
+    """Kinds of decode programs: `sampling` for any sequences, `greedy` for calls in which all are
+    plain greedy."""
     chunks: tuple[int, ...]
     """Sizes of a prefill chunk in tokens, ascending."""
     spare_tiles: tuple[int, ...]
@@ -83,6 +87,10 @@ class Shapes:
     program."""
     pages_per_own_page: int = 0
     """`Config.pages_per_own_page` where upper layers attend to two caches, else 0."""
+
+    def decode_kind(self, plain_greedy: bool) -> UnconstrainedKind:
+        """The kind of a call, given whether all of its sequences are plain greedy."""
+        return "greedy" if plain_greedy and "greedy" in self.decode_kinds else "sampling"
 
     def empty_batch(self, count: int) -> DecodeBatch:
         """A decode batch in NumPy of `count` slots without sequences."""
@@ -198,9 +206,7 @@ def choose_shapes(
         slots=slots,
         decode_rows=decode_rows,
         decode_steps=options.decode_steps,
-        # By default command buffers of XLA's GPU backend hold no loop, and so no sampler: at its
-        # branch the host waits for the device, once a step.
-        greedy_programs=platform == "gpu" and not options.one_size,
+        decode_kinds=_decode_kinds(options, platform),
         chunks=chunks,
         spare_tiles=_spare_tiles(options, slots, platform),
         contexts=(None,),
@@ -257,6 +263,15 @@ def _decode_rows(options: EngineOptions, slots: int, platform: str) -> tuple[int
     if platform == "gpu":
         return (*(rows for rows in GPU_DECODE_ROWS if rows < slots), slots)
     return buckets(slots, smallest=1, count=4)
+
+
+def _decode_kinds(options: EngineOptions, platform: str) -> tuple[UnconstrainedKind, ...]:
+    if not options.sampling:
+        return ("greedy",)
+    # By default command buffers of XLA's GPU backend hold no loop, and so no sampler: at its branch
+    # the host waits for the device, once a step.
+    separate = platform == "gpu" and not options.one_size
+    return ("sampling", "greedy") if separate else ("sampling",)
 
 
 def _spare_tiles(options: EngineOptions, slots: int, platform: str) -> tuple[int, ...]:

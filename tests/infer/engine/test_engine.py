@@ -58,7 +58,7 @@ def engine_of(format: str, swiftkv: bool) -> Engine[ModelRunner]:
     chosen = options(kv_cache_dtype=format)
     runner = build_model_runner(model(), chosen, swiftkv=swiftkv)
     if format == "int8":
-        more = {"greedy_programs": True, "single_step_rows": 2}
+        more = {"decode_kinds": ("sampling", "greedy"), "single_step_rows": 2}
         more |= {"spare_tiles": (0, *runner.shapes.spare_tiles)}
         runner.shapes = with_contexts(dataclasses.replace(runner.shapes, **more))
     return Engine(runner, config=runner.config, eos_token_ids=(), options=chosen)

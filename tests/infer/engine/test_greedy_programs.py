@@ -5,10 +5,14 @@ import dataclasses
 import functools
 import itertools
 
+import pytest
+
+from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.requests import Request
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.infer.runner.build import build_model_runner
+from swiftkv_jax.infer.runner.lowering import DecodeProgram
 from swiftkv_jax.infer.runner.model_runner import ModelRunner
 from tests.infer.engine.test_engine import collect, model, options, prompts_of
 
@@ -22,22 +26,22 @@ PENALTIES = [
 
 
 @functools.cache
-def engine_with(greedy_programs: bool) -> Engine[ModelRunner]:
+def engine_with(*kinds: str) -> Engine[ModelRunner]:
     chosen = options(chunks=(16,), decode_rows=(4,), scoring=False)
     runner = build_model_runner(model(), chosen)
-    runner.shapes = dataclasses.replace(runner.shapes, greedy_programs=greedy_programs)
+    runner.shapes = dataclasses.replace(runner.shapes, decode_kinds=kinds)
     return Engine(runner, config=runner.config, eos_token_ids=(), options=chosen)
 
 
 def alone(request: Request) -> list[int]:
     """The answer to one request in an engine whose only decode program has the whole sampler."""
-    return collect(engine_with(False), [request])[0][0]
+    return collect(engine_with("sampling"), [request])[0][0]
 
 
 def test_rows_with_penalties_join_greedy_rows(monkeypatch):
     """Twice two of them, the second time in slots that were used: the calls that they are in run
     the whole sampler, those before, between and after them the greedy program."""
-    engine, kinds = engine_with(True), []
+    engine, kinds = engine_with("sampling", "greedy"), []
     decode = engine.model_runner._decode
 
     def recorded(program, slots):
@@ -79,3 +83,18 @@ def test_rows_with_penalties_join_greedy_rows(monkeypatch):
         plain = dataclasses.replace(PLAIN, max_tokens=request.params.max_tokens)
         differs = alone(Request(request.prompt, plain)) != outputs[id]
         assert differs == request.params.has_penalty, request
+
+
+def test_an_engine_without_sampling_compiles_greedy_programs_alone():
+    chosen = options(chunks=(16,), decode_rows=(4,), scoring=False, sampling=False)
+    engine = Engine.from_model(model(), chosen)
+    kinds = {
+        program.kind
+        for program in engine.model_runner._compiled
+        if isinstance(program, DecodeProgram)
+    }
+    assert kinds == {"greedy"}
+    request = Request(prompts_of(8, 1)[0], PLAIN)
+    assert collect(engine, [request])[0][0] == alone(request)
+    with pytest.raises(UsageError, match="`sampling`=True"):
+        engine.add_request(Request([5], SamplingParams(max_tokens=2, temperature=1.0)))

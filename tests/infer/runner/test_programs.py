@@ -342,7 +342,7 @@ def test_a_score_costs_what_is_scored_and_little_more():
         slots=1,
         decode_rows=(1,),
         decode_steps=1,
-        greedy_programs=False,
+        decode_kinds=("sampling",),
         chunks=(2048,),
         spare_tiles=(4,),
         contexts=(None,),
