@@ -43,29 +43,18 @@ def test_fields_hold_the_tensors_that_their_names_say(fixture):
     )
     assert model.eos_token_ids == (1,) and model.tokenizer is None
     assert model.swiftkv is not None and model.llama.upper_qkv is not None
-    heads = (4, 16, 64)
-    np.testing.assert_array_equal(
-        model.llama.lower_qkv.q[3], file["model.layers.3.self_attn.q_proj.weight"].reshape(heads)
-    )
-    np.testing.assert_array_equal(
-        model.llama.upper.o[1], file["model.layers.5.self_attn.o_proj.weight"].reshape(64, 4, 16)
-    )
-    np.testing.assert_array_equal(
-        model.llama.upper_qkv.k[2],
-        file["model.layers.6.self_attn.k_proj.weight"].reshape(2, 16, 64),
-    )
-    np.testing.assert_array_equal(
-        model.llama.lower.gate[0], file["model.layers.0.mlp.gate_proj.weight"]
-    )
-    np.testing.assert_array_equal(
-        model.swiftkv.q[3], file["model.layers.7.self_attn.q_proj_swiftkv.weight"].reshape(heads)
-    )
     leader = 4 + config.key_value_group_size
-    np.testing.assert_array_equal(
-        model.swiftkv.v[1],
-        file[f"model.layers.{leader}.self_attn.v_proj_swiftkv.weight"].reshape(2, 16, 64),
-    )
-    np.testing.assert_array_equal(model.swiftkv.norm, file["model.norm_swiftkv.weight"])
+    for array, shape, name in (
+        (model.llama.lower_qkv.q[3], (4, 16, 64), "layers.3.self_attn.q_proj"),
+        (model.llama.upper.o[1], (64, 4, 16), "layers.5.self_attn.o_proj"),
+        (model.llama.upper_qkv.k[2], (2, 16, 64), "layers.6.self_attn.k_proj"),
+        (model.llama.lower.gate[0], (160, 64), "layers.0.mlp.gate_proj"),
+        (model.swiftkv.q[3], (4, 16, 64), "layers.7.self_attn.q_proj_swiftkv"),
+        (model.swiftkv.v[1], (2, 16, 64), f"layers.{leader}.self_attn.v_proj_swiftkv"),
+        (model.swiftkv.norm, (64,), "norm_swiftkv"),
+    ):
+        expected = file[f"model.{name}.weight"].reshape(shape)
+        np.testing.assert_array_equal(array, expected, err_msg=name)
     assert (model.llama.lm_head is None) == (fixture is TIED)
 
 
