@@ -133,6 +133,9 @@ class PredictedRunner:
     ) -> AsyncOutput:
         raise NotImplementedError("grammars are not predicted")
 
+    def is_idle(self) -> bool:
+        return self.clock.now >= self._idle_from
+
     def _run(self, seconds: float, tokens: np.ndarray | None = None) -> AsyncOutput:
         """Queue a call behind those before it: its end, and its tokens."""
         self._idle_from = max(self._idle_from, self.clock.now) + seconds
@@ -178,4 +181,10 @@ def predict(device: DeviceModel, flags: str, config: Config = LLAMA_8B) -> dict[
     return {"mode": options.mode, "flags": flags, "rows": rows}
 
 
-_NOT_PREDICTED = {"host_share", "compilations", "speed_up_of_best", "speed_up_in_cpu_time"}
+_NOT_PREDICTED = {
+    "idle_share",
+    "cpu_share",
+    "compilations",
+    "speed_up_of_best",
+    "speed_up_in_cpu_time",
+}

@@ -83,7 +83,7 @@ def test_the_command(tmp_path, capsys):
     predicted = {"decode-2k": serving.predict(H200, flags)}
     assert document["parts"] == json.loads(json.dumps(predicted))
     student, teacher = predicted["decode-2k"]["rows"]
-    assert "host_share" not in student, "the host takes no time"
+    assert "idle_share" not in student, "the host takes no time"
     assert (student["variant"], teacher["variant"]) == ("swiftkv", "teacher")
     assert "an H200, predicted: decode-2k" in capsys.readouterr().out
     assert command.main(["--only", "nothing such"]) == 2

@@ -75,6 +75,9 @@ class MockModelRunner:
     def num_compilations(self) -> int:
         return 0
 
+    def is_idle(self) -> bool:
+        return True
+
     def remove_sequences(self, slots: Sequence[int]) -> None:
         for slot in slots:
             self.rows.pop(slot, None)

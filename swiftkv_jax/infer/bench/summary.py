@@ -135,6 +135,8 @@ def derive(
     row |= {"prefill": _prefill, "decode": _decode, "offline": _offline, "latency": _latency}[mode](
         cell, raws, variant, seconds
     )
+    for share, part in {"idle_share": "idle", "cpu_share": "cpu_seconds"}.items():
+        row[share] = statistics.median(raw[part] / raw["seconds"] for raw in raws)
     shares = {"flops_share": "flops_per_s", "normalised_flops_share": "normalised_flops_per_s"}
     row |= {share: row[rate] / roofline.flops for share, rate in shares.items()}
     return row | {"bandwidth_share": row["bytes_per_s"] / roofline.bandwidth}
@@ -215,7 +217,6 @@ def _decode(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) -
         "tokens_per_s": cell.prompts * steps / seconds,
         "context": context,
         "bytes_per_s": read / seconds,
-        "host_share": statistics.median(1 - raw["wait"] / raw["seconds"] for raw in raws),
     } | _rates(variant, executed, cell.prompts * steps, seconds)
 
 
@@ -240,7 +241,6 @@ def _offline(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) 
         "output_tokens_per_s": new / seconds,
         "requests_per_s": cell.prompts / seconds,
         "bytes_per_s": moved / seconds,
-        "host_share": statistics.median(raw["host"] / raw["seconds"] for raw in raws),
     } | _rates(variant, executed, total, seconds)
 
 
@@ -271,7 +271,10 @@ _BYTES: tuple[Column, ...] = (
     ("GB/s", "bytes_per_s", ".1f", 1e-9),
     ("% of bandwidth", "bandwidth_share", ".1f", 100),
 )
-_HOST: tuple[Column, ...] = (("host %", "host_share", ".1f", 100),)
+_HOST: tuple[Column, ...] = (
+    ("device idle %", "idle_share", ".1f", 100),
+    ("CPU %", "cpu_share", ".0f", 100),
+)
 _COLUMNS: dict[Mode, tuple[Column, ...]] = {
     "prefill": (
         ("tokens/s", "tokens_per_s", ".0f", 1),

@@ -60,10 +60,10 @@ def prefill(engine: Engine, cell: Cell, seed: int, clock: Clock = time) -> Raw:
     run.
     """
     *requests, alone = _requests(engine, cell, seed, cell.prompts + 1)
-    before = engine.stats.chunks
+    before = dataclasses.replace(engine.stats)
     with _stopwatch(clock) as raw:
         ids = _prefill(engine, requests)
-    chunks = engine.stats.chunks - before
+    raw |= _engine_counts(engine, before)
     for request_id in ids:
         engine.abort_request(request_id)
     start = clock.perf_counter()
@@ -71,24 +71,23 @@ def prefill(engine: Engine, cell: Cell, seed: int, clock: Clock = time) -> Raw:
     for _ in engine.run([alone]):
         first = first or clock.perf_counter()
     assert first is not None
-    return raw | {"ttft": first - start, "chunks": chunks}
+    return raw | {"ttft": first - start}
 
 
 def decode(engine: Engine, cell: Cell, seed: int, clock: Clock = time) -> Raw:
-    """`seconds` for `steps` tokens of every row, after a first call; `wait` is the part in which
-    the host waited for the device."""
+    """`seconds` for `steps` tokens of every row, after a first call."""
     decode_steps = engine.model_runner.shapes.decode_steps
     calls = cell.output_len // decode_steps
     _prefill(engine, _requests(engine, cell, seed, cell.prompts))
     engine.step()  # sends the first call
     engine.step()  # sends the second and reads the first
-    before = engine.stats.wait_seconds
+    before = dataclasses.replace(engine.stats)
     with _stopwatch(clock) as raw:
         for _ in range(calls - 1):
             engine.step()
     assert not engine.has_work
-    waited = engine.stats.wait_seconds - before
-    return raw | {"wait": waited, "steps": (calls - 1) * decode_steps}
+    steps = (calls - 1) * decode_steps
+    return raw | {"steps": steps} | _engine_counts(engine, before)
 
 
 def offline(engine: Engine, cell: Cell, seed: int, clock: Clock = time) -> Raw:
@@ -97,7 +96,7 @@ def offline(engine: Engine, cell: Cell, seed: int, clock: Clock = time) -> Raw:
     before = dataclasses.replace(engine.stats)
     with _stopwatch(clock) as raw:
         new = sum(len(output.token_ids) for _, output in engine.run(requests))
-    return raw | {"new_tokens": new} | _engine_seconds(engine, before)
+    return raw | {"new_tokens": new} | _engine_counts(engine, before)
 
 
 def latency(engine: Engine, cell: Cell, seed: int, clock: Clock = time) -> Raw:
@@ -132,7 +131,7 @@ def latency(engine: Engine, cell: Cell, seed: int, clock: Clock = time) -> Raw:
                 if output.finish_reason is not None:
                     done.append(inside.pop(output.request_id))
     new = sum(timed.num_tokens for timed in done)
-    return raw | times_of(done) | {"new_tokens": new} | _engine_seconds(engine, before)
+    return raw | times_of(done) | {"new_tokens": new} | _engine_counts(engine, before)
 
 
 def _requests(engine: Engine, cell: Cell, seed: int, count: int) -> list[Request]:
@@ -175,11 +174,10 @@ def _stopwatch(clock: Clock) -> Iterator[Raw]:
     }
 
 
-def _engine_seconds(engine: Engine, before: Stats) -> Raw:
+def _engine_counts(engine: Engine, before: Stats) -> Raw:
     """Seconds and calls that the engine has counted since `before`."""
     names = {
-        "host": "host_seconds",
-        "wait": "wait_seconds",
+        "idle": "idle_seconds",
         "chunks": "chunks",
         "decode_calls": "decode_calls",
     }

@@ -29,7 +29,7 @@ from ...errors import UsageError
 from ...model.config import Config
 from .cache_events import CacheEvents
 from .checks import check_ends, check_fits, check_request, own_start
-from .grammar import fill_masks, mask_words
+from .grammar import masks_of
 from .model_runner_base import ModelRunnerBase
 from .options import EngineOptions
 from .outputs import Scores, Sent, failed_output, sequence_output
@@ -39,7 +39,7 @@ from .requests import NOT_FINITE, Request, RequestOutput, ScoreRequest
 from .run import Run
 from .sampler_output import AsyncOutput, SamplerOutput
 from .scheduler import MAX_SKIPS, Scheduler
-from .stats import Load, Stats
+from .stats import IdleTimer, Load, Stats
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -90,6 +90,7 @@ class Engine[R: ModelRunnerBase]:
         self._sent: deque[Sent] = deque()
         self._scores: dict[int, Scores] = {}
         self.stats = Stats()
+        self._idle = IdleTimer(model_runner.is_idle)
 
     @staticmethod
     def from_model(
@@ -260,6 +261,8 @@ class Engine[R: ModelRunnerBase]:
         False the work is prefill only."""
         start, compiled = time.perf_counter(), self.model_runner.num_compilations()
         waited = self.stats.wait_seconds
+        if not self._sent:
+            self._idle.restart()
         outputs = self._receive_constrained(self._sent[-1]) if self._sent else []
         sent = self._send(decode, outputs)
         if sent is not None:
@@ -284,12 +287,14 @@ class Engine[R: ModelRunnerBase]:
         for _ in range(self.options.max_prefill_chunks or self._steps()):
             if (chunk := scheduler.schedule_prefill()) is None:
                 break
+            self.stats.idle_seconds += self._idle.look()
             output = runner.run_chunk(chunk)
             sent.chunks.append((chunk, output))
             runner.add_sequences(chunk.finished_prefill)
             self.stats.add_chunk(chunk, output.num_padding if output is not None else 0)
         if not decode:
             return sent if sent.chunks else None
+        self.stats.idle_seconds += self._idle.look()
         if constrained := scheduler.schedule_constrained():
             constrained, masks = self._masks(constrained, outputs)
             if constrained:
@@ -311,11 +316,9 @@ class Engine[R: ModelRunnerBase]:
     def _masks(
         self, sequences: list[SequenceState], outputs: list[RequestOutput]
     ) -> tuple[list[SequenceState], np.ndarray]:
-        """Return (sequences that can continue, the tokens that each may emit), and end the
-        others."""
-        masks = np.zeros((len(sequences), mask_words(self.config.vocab_size)), np.uint32)
-        matchers = [sequence.matcher for sequence in sequences if sequence.matcher is not None]
-        fill_masks(matchers, masks)
+        """(sequences that can continue, the tokens that each may emit); the others end."""
+        matchers = [one.matcher for one in sequences if one.matcher is not None]
+        masks = masks_of(matchers, self.config.vocab_size)
         good = [not matcher.error for matcher in matchers]
         for sequence, matcher, goes_on in zip(sequences, matchers, good, strict=True):
             if not goes_on:
@@ -352,11 +355,11 @@ class Engine[R: ModelRunnerBase]:
         return outputs
 
     def _read(self, output: AsyncOutput) -> SamplerOutput | None:
-        start = time.perf_counter()
+        self.stats.idle_seconds += self._idle.look()
         try:
             return self.model_runner.read(output)
         finally:
-            self.stats.wait_seconds += time.perf_counter() - start
+            self.stats.wait_seconds += self._idle.restart()
 
     def _add_tokens(
         self, sequence: SequenceState, sampled: SamplerOutput, row: int

@@ -37,9 +37,11 @@ class Matcher(Protocol):
         ...
 
 
-def fill_masks(matchers: Sequence[Matcher], masks: np.ndarray) -> None:
-    """Call `Matcher.fill_masks` once for each kind of matcher among `matchers`."""
+def masks_of(matchers: Sequence[Matcher], vocab_size: int) -> np.ndarray:
+    """u32[B, ceil(V/32)]: the tokens that may come next in each; see `Matcher.fill_masks`."""
+    masks = np.zeros((len(matchers), mask_words(vocab_size)), np.uint32)
     fill_rows(dict(enumerate(matchers)), masks)
+    return masks
 
 
 def fill_rows(matchers: Mapping[int, Matcher], masks: np.ndarray) -> None:

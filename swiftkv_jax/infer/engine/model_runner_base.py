@@ -57,6 +57,10 @@ class ModelRunnerBase(Protocol):
         `Matcher.fill_masks`). `read` returns B 1. Needs `structured_outputs`."""
         ...
 
+    def is_idle(self) -> bool:
+        """Whether the device has done all calls."""
+        ...
+
     def read(self, output: AsyncOutput) -> SamplerOutput | None:
         """Wait for a result: NumPy arrays."""
         ...

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from .request_state import Chunk
@@ -29,6 +31,9 @@ class Stats:
     """Seconds that `step` spent on the host; the device may work meanwhile."""
     wait_seconds: float = 0.0
     """Seconds that `step` waited for the device."""
+    idle_seconds: float = 0.0
+    """Seconds in which the device had nothing to do although requests were running, as `IdleTimer`
+    saw it."""
     preemptions: int = 0
     """Requests that were preempted to make room for earlier ones."""
     num_times_skipped: int = 0
@@ -52,6 +57,26 @@ class Stats:
         self.prompt_tokens += sum(
             len(state.prefill_token_ids) for state in ended if not state.num_preemptions
         )
+
+
+class IdleTimer:
+    """Time for which the device has run dry although there was work. It is counted from when the
+    host last knew the device at work, so it is an upper bound."""
+
+    def __init__(self, is_idle: Callable[[], bool]):
+        self._is_idle = is_idle
+        self._from = 0.0
+
+    def restart(self) -> float:
+        """Count from now: the device has been at work until now, or had no work to do. Returns the
+        seconds since the last call."""
+        before, self._from = self._from, time.perf_counter()
+        return self._from - before
+
+    def look(self) -> float:
+        """Seconds since the last call if the device is idle now, else 0."""
+        passed = self.restart()
+        return passed if self._is_idle() else 0.0
 
 
 class Load(NamedTuple):

@@ -64,8 +64,8 @@ class ModelRunner:
 
     _state: Any = None
     """Decode state; None before `prepare`."""
-    _last_result: SamplerOutput | None = None
-    """Result of the last call with one; it is being copied to the host."""
+    _last_result: Any = None
+    """Result of the last chunk or decode call."""
 
     def __init__(
         self,
@@ -276,6 +276,10 @@ class ModelRunner:
         size = next(size for size in self.shapes.decode_rows if size >= max(map(len, slots)))
         return slots, size, np.array([dp_rank * size + row for dp_rank, row in rows])
 
+    def is_idle(self) -> bool:
+        """See `ModelRunnerBase`."""
+        return all(leaf.is_ready() for leaf in jax.tree.leaves(self._last_result))
+
     def read(self, output: AsyncOutput) -> SamplerOutput | None:
         """See `ModelRunnerBase`."""
         if output.index is None:
@@ -314,6 +318,7 @@ class ModelRunner:
             index = scored_index(shards) if program.scores else None
             output = AsyncOutput(self._to_host(result) if program.scores else result, index)
         self._state = dataclasses.replace(self._state, cache=cache)
+        self._last_result = output.result
         return output
 
     def _decode(

@@ -29,6 +29,7 @@ _STATS = (
     ("compilations", "compilations", "Programs compiled while serving."),
     ("step_host_seconds", "host_seconds", "Host time of steps."),
     ("device_wait_seconds", "wait_seconds", "Steps' time of waiting for the device."),
+    ("device_idle_seconds", "idle_seconds", "Time of a device without work in a run."),
     ("prefilled_tokens", "prefilled_tokens", "Tokens that ran through prefill."),
     ("upper_layer_tokens_skipped", "lower_layer_tokens", "Those that skipped the upper layers."),
     ("prefill_padding_tokens", "padding_tokens", "Padding of prefill calls to a compiled size."),

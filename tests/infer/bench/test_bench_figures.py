@@ -57,7 +57,7 @@ def test_flops_are_those_that_xla_counts(swiftkv):
 def test_prefill_figures():
     variant = Variant(STUDENT, CONFIG, **BYTES, decode_steps=2)
     raws = [
-        {"seconds": s, "cpu_seconds": s, "ttft": 3.0, "chunks": 3, "compilations": 0}
+        {"seconds": s, "cpu_seconds": s, "idle": 0.0, "ttft": 3.0, "chunks": 3, "compilations": 0}
         for s in (4.0, 2.0, 8.0)
     ]
     row = summary.derive("prefill", CELL, raws, variant, ROOFLINE)
@@ -90,7 +90,7 @@ def test_decode_figures():
     row = summary.derive(
         "decode",
         CELL,
-        [{"seconds": 3.0, "wait": 2.7, "steps": 6, "compilations": 0}],
+        [{"seconds": 3.0, "cpu_seconds": 6.0, "idle": 0.3, "steps": 6, "compilations": 0}],
         variant,
         ROOFLINE,
     )
@@ -98,14 +98,16 @@ def test_decode_figures():
     assert row["seconds_per_output_token"] == 0.5
     assert row["bytes_per_s"] == (100 + 2 * 25.5 * 10) / 0.5
     assert row["bandwidth_share"] == row["bytes_per_s"] / 1e9
-    assert row["host_share"] == pytest.approx(0.1)
+    assert row["idle_share"] == pytest.approx(0.1) and row["cpu_share"] == 2
 
 
 def test_latency_figures():
     variant = Variant(STUDENT, CONFIG, **BYTES, decode_steps=2)
     lists = {"ttft": [1.0, 3.0], "tpot": [0.5], "e2e": [2.0, 4.0], "itl": []}
     raws = [
-        lists | {"seconds": 10.0, "host": 1.0, "chunks": 2, "decode_calls": 4, "compilations": 0}
+        lists
+        | {"seconds": 10.0, "cpu_seconds": 1.0, "idle": 1.0, "chunks": 2, "decode_calls": 4}
+        | {"compilations": 0}
     ] * 2
     row = summary.derive("latency", Cell(9, 6, 2, request_rate=1.0), raws, variant, ROOFLINE)
     assert (row["ttft_mean"], row["ttft_p50"], row["tpot_mean"], row["output_tokens_per_s"]) == (
@@ -128,7 +130,7 @@ def test_experts_count_as_far_as_tokens_choose_them():
     an expert if one of its tokens chooses it."""
     config = PRESETS["qwen3-30b-a3b"]
     assert summary.parameters(config) == pytest.approx(3.35e9, rel=2e-3)
-    raws = [{"seconds": 3.0, "wait": 2.7, "steps": 6, "compilations": 0}]
+    raws = [{"seconds": 3.0, "cpu_seconds": 3.0, "idle": 0.0, "steps": 6, "compilations": 0}]
     without, some = (
         summary.derive(
             "decode",
@@ -259,7 +261,10 @@ def test_a_student_whose_tokens_keep_their_own():
     )
     weights = runner.weights
     assert student.tail_bytes == num_bytes((weights.upper, weights.upper_q, weights.upper_kv))
-    raws = [{"seconds": 1.0, "ttft": 1.0, "chunks": 1, "compilations": 0}]
+    raws = [
+        {"seconds": 1.0, "cpu_seconds": 1.0, "idle": 0.0, "ttft": 1.0, "chunks": 1}
+        | {"compilations": 0}
+    ]
     row = summary.derive("prefill", CELL, raws, student, ROOFLINE)
     tail = dataclasses.replace(config, exact_tail=3)  # the fourth token is decoded
     assert row["flops"] == 2 * prefill_flops(tail, 20, swiftkv=True)

@@ -54,7 +54,7 @@ def test_decoding_times_full_rows_after_a_first_call(engine, monkeypatch):
     assert np.shape(tokens) == (4, 2, 2)  # 8 tokens in calls of 2, for two rows
     assert np.min(tokens) >= 0, "a row had ended while it was timed"
     assert raw["steps"] == 6
-    assert 0 <= raw["wait"]
+    assert 0 <= raw["idle"] <= raw["seconds"]
     alike = timing._requests(engine, CELL, 3, 2)
     generated = [[] for _ in alike]
     for number, output in engine.run(alike):
@@ -68,7 +68,7 @@ def test_offline_counts_every_token(engine):
     raw = timing.measure("offline", engine, Cell(input_len=9, output_len=5, prompts=5), 7)
     assert raw["new_tokens"] == 25
     assert (raw["compilations"], raw["prefix_hits"]) == (0, 0)
-    assert 0 < raw["host"] + raw["wait"]
+    assert 0 <= raw["idle"] <= raw["seconds"]
 
 
 def test_a_cache_too_small_for_all_rows_is_refused(engine):
