@@ -134,7 +134,7 @@ def test_sums_beyond_float16_are_rescaled_first(way, monkeypatch):
 
 def test_serving_has_inputs_first():
     llama = init_llama(CONFIG, jax.random.key(0), scale=0.5)
-    (served,) = serving_weights(llama, None).lower
+    (served,) = serving_weights(llama, None, CONFIG).lower
     block, h = draw()
     assert served.expert_gate.shape == (8, 24, 16)
     np.testing.assert_allclose(

@@ -25,14 +25,14 @@ from .layers import (
     project_heads,
 )
 from .packed_attention import Attend, Heads
-from .params import QKV, Block, PromptMLP, ServingBlock, SwiftKV
+from .params import QKV, Block, PromptMLP, ServingBlock, ServingQKV, SwiftKV
 from .rope import apply_rope
 
 
 def self_layer(
     config: Config,
     block: Block | ServingBlock,
-    qkv: QKV,
+    qkv: QKV | ServingQKV,
     x,
     rope,
     attend: Attend,
@@ -65,7 +65,7 @@ def cross_layer(
 def two_cache_layer(
     config: Config,
     block: Block | ServingBlock,
-    qkv: QKV,
+    qkv: QKV | ServingQKV,
     queries: QKV,
     x,
     rope,
@@ -87,7 +87,7 @@ def two_cache_layer(
 def attention_layer(
     config: Config,
     block: Block | ServingBlock,
-    qkv: QKV,
+    qkv: QKV | ServingQKV,
     mlp: PromptMLP | None,
     x,
     rope,
@@ -100,32 +100,50 @@ def attention_layer(
     return x if mlp is None else add_mapped(config, block, x, mlp), state
 
 
-def _attend_to_own(config: Config, block: Block | ServingBlock, qkv: QKV, x, rope, attend: Attend):
+def _attend_to_own(
+    config: Config, block: Block | ServingBlock, qkv: QKV | ServingQKV, x, rope, attend: Attend
+):
     with jax.named_scope("qkv"):
         q, k, v = _project_qkv(config, qkv, norm(config, x, block.attn_norm), rope)
     with jax.named_scope("attention"):
         return attend(q, k, v)
 
 
-def _project_qkv(config: Config, qkv: QKV, h: Float[Array, "B T D"], rope):
+def _project_qkv(config: Config, qkv: QKV | ServingQKV, h: Float[Array, "B T D"], rope):
     """Rotated queries and keys, and values, of a layer with its own."""
-    return project_q(config, qkv, h, rope), *kv_projections(config, qkv, h, rope)
+    if isinstance(qkv, QKV):
+        return project_q(config, qkv, h, rope), *kv_projections(config, qkv, h, rope)
+    heads = project_heads(h, qkv.heads, qkv.bias)
+    if qkv.q is None:
+        q = heads[..., :-2, :].reshape(*h.shape[:2], -1, config.head_dim)
+    else:
+        q = project_heads(h, qkv.q, qkv.q_bias)
+    k, v = heads[..., -2, :], heads[..., -1, :]
+    return _query(config, q, qkv.q_norm, rope), _key(config, k, qkv.k_norm, rope), v
 
 
 def kv_projections(
     config: Config, qkv: QKV, h: Float[Array, "B T D"], rope
 ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
     """Rotated keys, and values, of a layer with its own. The parameters of q are not used."""
-    k = norm_heads(config, project_heads(h, qkv.k, qkv.k_bias), qkv.k_norm)
-    return apply_rope(k, rope), project_heads(h, qkv.v, qkv.v_bias)
+    k = _key(config, project_heads(h, qkv.k, qkv.k_bias), qkv.k_norm, rope)
+    return k, project_heads(h, qkv.v, qkv.v_bias)
 
 
 def project_q(config: Config, queries: QKV, h: Float[Array, "B T D"], rope) -> Heads:
-    """Rotated queries. Attention multiplies scores by 1 / sqrt(head_dim), so the queries are
-    multiplied by the rest of `query_scale`."""
-    q = norm_heads(config, project_heads(h, queries.q, queries.q_bias), queries.q_norm)
-    scale = config.query_scale
-    return apply_rope(q, rope, 1.0 if scale is None else scale * config.head_dim**0.5)
+    """Rotated queries."""
+    return _query(config, project_heads(h, queries.q, queries.q_bias), queries.q_norm, rope)
+
+
+def _query(config: Config, q: Heads, scale, rope) -> Heads:
+    """Attention multiplies scores by 1 / sqrt(head_dim), so the queries are multiplied by the rest
+    of `query_scale`."""
+    rest = 1.0 if config.query_scale is None else config.query_scale * config.head_dim**0.5
+    return apply_rope(norm_heads(config, q, scale), rope, rest)
+
+
+def _key(config: Config, k: Heads, scale, rope) -> Heads:
+    return apply_rope(norm_heads(config, k, scale), rope)
 
 
 def delta_queries(delta: SwiftKV) -> QKV:
@@ -133,6 +151,6 @@ def delta_queries(delta: SwiftKV) -> QKV:
     return QKV(delta.q, None, None, q_bias=delta.q_bias, q_norm=delta.q_norm)
 
 
-def with_queries(kv: QKV, queries: QKV) -> QKV:
+def with_queries[T: QKV | ServingQKV](kv: T, queries: QKV) -> T:
     """The keys and values of one layer, or stack, with the queries of another."""
     return dataclasses.replace(kv, q=queries.q, q_bias=queries.q_bias, q_norm=queries.q_norm)

@@ -86,13 +86,13 @@ def scaled(x: Float[Array, "*B"], factor: float) -> Float[Array, "*B"]:
 
 def project_heads(
     x: Float[Array, "B T D"],
-    weight: Float[Array, "N H D"] | Quantized,
-    bias: Float[Array, "N H"] | None,
-) -> Float[Array, "B T N H"]:
-    """A query, key or value projection."""
+    weight: Float[Array, "*N H D"] | Quantized,
+    bias: Float[Array, "*N H"] | None,
+) -> Float[Array, "B T *N H"]:
+    """Projections to heads: queries, keys, values, or all of them."""
     # As a matrix: weights of three axes XLA would transpose on a CPU, in every call.
     matrix = merge_outputs(weight)
-    heads = (weight.values if isinstance(weight, Quantized) else weight).shape[:2]
+    heads = (weight.values if isinstance(weight, Quantized) else weight).shape[:-1]
     out = product("BTD,MD->BTM", x, matrix).reshape(*x.shape[:2], *heads)
     return out if bias is None else out + bias
 

@@ -115,6 +115,19 @@ class ServingBlock:
 
 
 @struct.dataclass
+class ServingQKV:
+    """The `QKV` of one layer as serving holds it: one matrix, of each key/value head its G = N / K
+    queries, its key and its value; or without the queries, which `q` has then."""
+
+    heads: Leaf  # K G+2 H D
+    bias: Leaf = None  # K G+2 H
+    q: Leaf = None  # N H D
+    q_bias: Leaf = None  # N H
+    q_norm: Leaf = None  # Nq
+    k_norm: Leaf = None  # Kq
+
+
+@struct.dataclass
 class PromptMLP:
     """Stand-in for the MLP of a prompt attention layer, or for those of a stack: a map, and with
     `Config.prompt_mlp_neurons` some neurons."""

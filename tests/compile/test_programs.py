@@ -278,13 +278,28 @@ def test_branches_and_loops_outside_command_buffers(kind, with_loops, branches, 
         assert found.outside <= 1
 
 
+FEW_LAYERS = dataclasses.replace(LLAMA_8B, num_layers=4, num_key_value_layers=2)
+
+
 @pytest.mark.parametrize(("tokens", "expected"), [(256, True), (CHUNK, False)])
 def test_large_chunks_have_no_command_buffer(tokens, expected):
-    config = dataclasses.replace(LLAMA_8B, num_layers=4, num_key_value_layers=2)
     program = PrefillProgram(tokens, tokens // 128 + 4, None)
-    lowered = lower_program(config, program, **SHAPE, mesh=topology_mesh("h200:1", (1, 1)))
+    lowered = lower_program(FEW_LAYERS, program, **SHAPE, mesh=topology_mesh("h200:1", (1, 1)))
     found = hlo.thunks(lowered, compiler_defaults(program, "gpu"))
     assert (found.command_buffers > 0) == expected, found
+
+
+@pytest.mark.parametrize("triton", [True, False])
+@pytest.mark.parametrize("swiftkv", [True, False])
+def test_prefill_joins_no_weights(swiftkv, triton):
+    """XLA makes one product of several of the same input, and joins their weights in every call."""
+    program = PrefillProgram(CHUNK, CHUNK // 128 + 4, None)
+    mesh = topology_mesh("h200:1", (1, 1))
+    lowered = lower_program(FEW_LAYERS, program, **SHAPE, swiftkv=swiftkv, mesh=mesh)
+    options = {"xla_gpu_enable_triton_gemm": triton}
+    text = str(lowered.compile(compiler_options=options).as_text())
+    assert len(re.findall(r"dot\(|cublas", text)) > 4
+    assert not re.findall(rf"= \w+\[\d+,{LLAMA_8B.embed_dim}\]\S* concatenate\(.*", text)
 
 
 @pytest.mark.parametrize("name", MACHINES)

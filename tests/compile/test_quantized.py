@@ -27,14 +27,15 @@ CASES = {
     "TPU7x fp8": ("tpu7x:2x2x1", Scheme("fp8", "native")),
 }
 # Each of them in any form that has its number of elements.
-MATRICES = {32 * 128 * 4096, 14336 * 4096, 2 * 14336 * 4096, 2 * 2 * 8 * 128 * 4096}
+MATRICES = {48 * 128 * 4096, 14336 * 4096, 2 * 14336 * 4096, 2 * 2 * 8 * 128 * 4096}
 SHAPE = re.compile(r"(\w+)\[([\d,]+)\]")
 
 
 def layer(block, qkv, norm, kv, x, rope):
     """What a token goes through at the boundary, but for attention: a layer, and the keys and
     values of two groups."""
-    x = output_and_mlp(CONFIG, block, x, project_heads(x, qkv.q, None))
+    queries = project_heads(x, qkv.heads, None)[..., :-2, :]
+    x = output_and_mlp(CONFIG, block, x, queries.reshape(*x.shape[:2], 32, 128))
     s = layers.norm(CONFIG, x, norm)
     return x, project_fused_kv(CONFIG, kv, None, None, s, rope)
 

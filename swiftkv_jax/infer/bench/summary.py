@@ -85,16 +85,15 @@ def variant_of(
     mesh that needs `kv_head_copies` of each key/value head."""
     boundary = (
         *(weights.norm_swiftkv, weights.kv, weights.kv_bias, weights.k_norm_swiftkv),
-        *(weights.k_tap, weights.prompt_kv, weights.prompt_mlp),
+        *(weights.k_tap, weights.prompt_qkv, weights.prompt_mlp),
     )
-    prompt = slice(len(weights.prompt_kv))  # layers of which prompts run the attention
-    parts = [(b.attn_norm, b.o, b.o_bias, b.mlp_norm) for b in weights.upper[prompt]]
-    attention = parts, weights.upper_q[prompt]
-    filling = num_bytes((weights.lower, weights.lower_qkv, boundary, attention))
+    prompt = weights.upper[: len(weights.prompt_qkv)]  # layers of which prompts run the attention
+    attention = num_bytes([(b.attn_norm, b.o, b.o_bias, b.mlp_norm) for b in prompt])
+    filling = num_bytes((weights.lower, weights.lower_qkv, boundary)) + attention
     if not weights.upper:  # of the last layer only the keys and values are needed
-        filling -= num_bytes(dataclasses.replace(weights.lower[-1], attn_norm=None)) + num_bytes(
-            weights.lower_qkv[-1].q
-        )
+        last = weights.lower_qkv[-1]
+        unused = dataclasses.replace(weights.lower[-1], attn_norm=None), last.q, last.q_bias
+        filling -= num_bytes(unused)
     unread = 0 if weights.lm_head is None else num_bytes(weights.embed)
     swiftkv = name == STUDENT
     served = served_config(config, swiftkv)
@@ -102,9 +101,10 @@ def variant_of(
     if kv == "own":
         unread += num_bytes(boundary)
     elif kv == "boundary":
-        unread += num_bytes(weights.upper_kv)  # of an exact head, which is a prompt's
-    tail = num_bytes((weights.upper, weights.upper_q, weights.upper_kv, weights.upper_mix))
-    tail -= num_bytes(attention)
+        unread += num_bytes(weights.upper_qkv)  # of an exact head, which is a prompt's
+    tail = num_bytes((weights.upper, weights.upper_qkv, weights.upper_mix)) - attention
+    if served.has_two_caches:
+        tail += num_bytes(weights.upper_q)
     blocks = (*weights.lower, *weights.upper)
     experts = [(block.expert_gate, block.expert_up, block.expert_down) for block in blocks]
     dp_size = shapes.dp_size

@@ -107,10 +107,12 @@ def run_boundary(
     owns: tuple[FirstKV | None, ...] = (None,) * len(weights.upper)
     if first is not None:
         owns = first.run(config, weights, x, attention)
-    for i, (kv, mlp) in enumerate(zip(weights.prompt_kv, weights.prompt_mlp, strict=True)):
+    for i, (qkv, mlp) in enumerate(zip(weights.prompt_qkv, weights.prompt_mlp, strict=True)):
         layer = config.num_lower_layers + i
+        if weights.upper_q:  # a decode step computes what the first of these have in common once
+            qkv = with_queries(qkv, weights.upper_q[i])
         mix = weights.upper_mix[i] if weights.upper_mix else None
-        of_layer = weights.upper[i], with_queries(kv, weights.upper_q[i]), mlp, mix
+        of_layer = weights.upper[i], qkv, mlp, mix
         kind = config.kind(layer)
         own = owns[i]
         x, pools[layer] = prompt_layer(kind, of_layer, x, tables, pools[layer], own)
@@ -185,9 +187,8 @@ def run_upper_layers_own(
     `write` does not take attend to those from the boundary."""
     pools = list(zip(cache.k, cache.v, strict=True))
     layer = _self_layer(config, write, read, attention)
-    layers = zip(weights.upper, weights.upper_q, weights.upper_kv, strict=True)
-    for i, (block, queries, kv) in enumerate(layers, start=config.num_lower_layers):
-        qkv = with_queries(kv, queries)
+    layers = zip(weights.upper, weights.upper_qkv, strict=True)
+    for i, (block, qkv) in enumerate(layers, start=config.num_lower_layers):
         x, pools[i] = layer(config.kind(i), block, qkv, x, tables, pools[i])
     return x, _with_pools(cache, pools)
 
@@ -236,7 +237,7 @@ def run_upper_layers_two_caches(
 
     pools = list(zip(cache.k, cache.v, strict=True))
     mixes = weights.upper_mix or (None,) * len(weights.upper)
-    layers = zip(weights.upper, weights.upper_q, weights.upper_kv, mixes, strict=True)
+    layers = zip(weights.upper, weights.upper_q, weights.upper_qkv, mixes, strict=True)
     for i, of_layer in enumerate(layers):
         kind = config.kind(config.num_lower_layers + i)
         group = _group_pool(config, i)

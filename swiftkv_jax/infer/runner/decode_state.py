@@ -16,9 +16,9 @@ from jaxtyping import Array, Int, UInt16
 
 from ...model.cache import KVCache
 from ...model.params import Leaf
-from ..engine import request_state
+from ..engine import request_state, requests
 from ..engine.sampler_output import NON_FINITE
-from ..sampling.metadata import SamplingMetadata, empty_sampling
+from ..sampling.metadata import SamplingMetadata, empty_sampling, sampling_row
 
 
 @struct.dataclass
@@ -97,6 +97,20 @@ def page_tables(
         if sequence.own_pages:
             own_table[: len(sequence.own_pages)] = sequence.own_pages
     return PageTables(np.maximum(tables, 0), own_tables if pages_per_own_page else None)
+
+
+def sampling_of(
+    sequence: request_state.SequenceState, eos_token_ids: Sequence[int]
+) -> SamplingMetadata:
+    """The sampling parameters of a sequence in NumPy."""
+    request = sequence.request_state.request
+    assert isinstance(request, requests.Request)
+    return sampling_row(
+        request.params,
+        rng_stream=(request.rng_stream, sequence.index),
+        eos_token_ids=eos_token_ids,
+        prompt_length=len(request.prompt),
+    )
 
 
 def make_batch(

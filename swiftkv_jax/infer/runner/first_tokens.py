@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from ...model.attention import Attention
 from ...model.config import Config
-from ...model.decoder_layers import self_layer, with_queries
+from ...model.decoder_layers import self_layer
 from ...model.packed_attention import head_major
 from ...model.rope import rope_tables, table_of
 from .prefill_chunk import QueryTiles
@@ -93,8 +93,8 @@ def run_first_tokens(
         rope = table_of(config, tables, kind)
         return self_layer(config, block, qkv, x, rope, attend, attention)
 
-    layers = zip(weights.upper, weights.upper_q, weights.upper_kv, strict=True)
-    for number, (block, queries, kv) in enumerate(layers, start=config.num_lower_layers):
-        x, (k, v) = layer(config.kind(number), block, with_queries(kv, queries), x)
+    layers = zip(weights.upper, weights.upper_qkv, strict=True)
+    for number, (block, qkv) in enumerate(layers, start=config.num_lower_layers):
+        x, (k, v) = layer(config.kind(number), block, qkv, x)
         found.append(FirstKV(x, k, v))
     return tuple(found)

@@ -23,12 +23,10 @@ from ...model.cache import bytes_per_token
 from ...pallas_kernels import ImplementationError
 from ..engine.grammar import mask_words
 from ..engine.request_state import Chunk, SequenceState
-from ..engine.requests import Request
 from ..engine.sampler_output import AsyncOutput, SamplerOutput
-from ..sampling.metadata import SamplingMetadata, sampling_row
 from ..sampling.penalties import token_counts_of
 from .compilation import CompileCounter, compile_all
-from .decode_state import DecodeBatch, PageTables, make_batch, page_tables
+from .decode_state import DecodeBatch, PageTables, make_batch, page_tables, sampling_of
 from .layout import Layout
 from .lowering import (
     COPY_PAGES,
@@ -201,7 +199,7 @@ class ModelRunner:
                 lengths=[state.prefill_target for state in states],
                 remaining=[sequence.num_remaining_tokens for sequence in some],
                 page_tables=self._page_tables(some),
-                sampling=[self._sampling(sequence) for sequence in some],
+                sampling=[sampling_of(sequence, self.eos_token_ids) for sequence in some],
                 own_start=own_start if self.shapes.has_own_start else None,
             )
             self._insert([sequence.slot for sequence in some], batch)
@@ -380,16 +378,6 @@ class ModelRunner:
             self._state.token_counts, np.int32(slot), counts
         )
         self._state = dataclasses.replace(self._state, token_counts=token_counts)
-
-    def _sampling(self, sequence: SequenceState) -> SamplingMetadata:
-        request = sequence.request_state.request
-        assert isinstance(request, Request)
-        return sampling_row(
-            request.params,
-            rng_stream=(request.rng_stream, sequence.index),
-            eos_token_ids=self.eos_token_ids,
-            prompt_length=len(request.prompt),
-        )
 
 
 @functools.cache

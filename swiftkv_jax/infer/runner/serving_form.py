@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
@@ -20,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from ...model.boundary import prompt_projections
 from ...model.config import Config, GeneratedKV
 from ...model.cut import choose_generated_kv
-from ...model.decoder_layers import delta_queries
+from ...model.decoder_layers import delta_queries, with_queries
 from ...model.model import Model
 from ...model.params import (
     QKV,
@@ -29,6 +30,7 @@ from ...model.params import (
     Llama,
     PromptMLP,
     ServingBlock,
+    ServingQKV,
     SwiftKV,
     llama_shapes,
     require_teacher,
@@ -49,7 +51,8 @@ class Weights:
 
     embed: Leaf  # V D
     lower: tuple[ServingBlock, ...]
-    lower_qkv: tuple[QKV, ...]
+    lower_qkv: tuple[ServingQKV, ...]
+    """The queries of a teacher's last layer are apart: prefill needs only its keys and values."""
     final_norm: Leaf  # D
     lm_head: Leaf  # V D; None when tied to `embed`
     norm_swiftkv: Leaf = None  # D; this and the next are None in a teacher
@@ -57,13 +60,15 @@ class Weights:
     kv_bias: Leaf = None  # 2 P K H, with `qkv_bias` only
     k_norm_swiftkv: Leaf = None  # P Kq, with `qk_norm` only
     upper: tuple[ServingBlock, ...] = ()  # empty in a teacher
-    upper_q: tuple[QKV, ...] = ()  # the student's queries, without k and v
-    upper_kv: tuple[QKV, ...] = ()
-    """The teacher's projections of the upper layers, without q unless layers attend to two caches;
-    empty unless tokens keep their own."""
+    upper_q: tuple[QKV, ...] = ()
+    """The student's queries, without k and v, of tokens that attend to keys and values from the
+    boundary; empty if all keep their own alone."""
+    upper_qkv: tuple[ServingQKV, ...] = ()
+    """Projections of tokens that keep their own: the teacher's, with the student's queries unless
+    layers attend to two caches. Empty if there are no such tokens."""
     upper_mix: tuple[Leaf, ...] = ()  # K H H, where layers attend to two caches and mix values
-    prompt_kv: tuple[QKV, ...] = ()
-    """Projections of `Config.prompt_attention_layers`, without q: those of `upper_q` serve."""
+    prompt_qkv: tuple[ServingQKV, ...] = ()
+    """Projections of `Config.prompt_attention_layers`; no queries where `upper_q` has them."""
     prompt_mlp: tuple[PromptMLP, ...] = ()  # of the same layers
     k_tap: Leaf = None  # P K H D, with `Config.boundary_taps` only
 
@@ -105,34 +110,26 @@ def serve_model(
         llama, delta = copy_kv_heads(
             model.config, llama, delta, mesh, upper_kv=upper_kv, donate=donate
         )
-    return serving_weights(
-        llama, delta, own_kv=served.keeps_own, two_caches=served.has_two_caches, donate=donate
-    )
+    return serving_weights(llama, delta, served, donate=donate)
 
 
 def serving_weights(
-    llama: Llama,
-    delta: SwiftKV | None,
-    *,
-    own_kv: bool = False,
-    two_caches: bool = False,
-    donate: bool = False,
+    llama: Llama, delta: SwiftKV | None, served: Config, *, donate: bool = False
 ) -> Weights:
-    """The weights of a student (with `delta`) or a teacher (without). Copies the layers and shares
-    embedding and head. With `own_kv` a student has the teacher's upper keys and values too, and for
-    `two_caches` the queries.
+    """The weights of a student (with `delta`) or a teacher (without), in the architecture `served`.
+    Copies the layers and shares embedding and head.
 
     With `donate` the stacks are deleted one after the other, so that memory holds the model once.
-    Raises `ValueError` for the teacher of a model whose upper projections were dropped, and with
-    `own_kv`.
+    Raises `ValueError` for a model whose upper projections were dropped and are needed: by a
+    teacher, and by tokens that keep their own keys and values.
     """
     if delta is None:
         require_teacher(llama, "run it as a plain Llama")
-    elif two_caches:
+    elif served.has_two_caches:
         require_teacher(llama, "keep tokens' own")
-    elif own_kv:
+    elif served.keeps_own:
         require_upper_kv(llama, "keep tokens' own")
-    weights = _weights(_Arrays(donate), llama, delta, own_kv=own_kv, two_caches=two_caches)
+    weights = _weights(_Arrays(donate), llama, delta, served)
     if donate and delta is not None:
         for leaf in jax.tree.leaves((delta.k, delta.v, llama.upper_qkv)):
             if not leaf.is_deleted():
@@ -153,13 +150,7 @@ def weight_shapes(
     llama, delta = model_shapes(config, dtype, quantization, mesh)
     if not config.has_two_caches:
         delta = dataclasses.replace(delta, mix=None)
-    return _weights(
-        _Shapes(),
-        llama,
-        delta if swiftkv else None,
-        own_kv=config.keeps_own,
-        two_caches=config.has_two_caches,
-    )
+    return _weights(_Shapes(), llama, delta if swiftkv else None, config)
 
 
 def model_shapes(
@@ -208,36 +199,39 @@ class _Leaves(Protocol):
     def slice(self, leaf: Any, part: slice) -> Any: ...
     def merge_inputs(self, leaf: Any) -> Any: ...
     def swap_inputs(self, leaf: Any) -> Any: ...
+    def join_heads(self, k: Any, v: Any, q: Any = None) -> Any: ...
 
 
-def _weights(
-    leaves: _Leaves, llama: Llama, delta: SwiftKV | None, *, own_kv: bool, two_caches: bool
-) -> Weights:
+def _weights(leaves: _Leaves, llama: Llama, delta: SwiftKV | None, served: Config) -> Weights:
     lower = _blocks(leaves, llama.lower)
     upper = _blocks(leaves, llama.upper)
-    lower_qkv = unstack(llama.lower_qkv, leaves.unstack)
     whole = functools.partial(
         Weights, embed=llama.embed, final_norm=llama.final_norm, lm_head=llama.lm_head
     )
     if delta is None:
-        lower_qkv += unstack(llama.upper_qkv, leaves.unstack)
-        return whole(lower=lower + upper, lower_qkv=lower_qkv)
-    upper_kv: tuple[QKV, ...] = ()
-    if own_kv or two_caches:
-        upper_kv = unstack(llama.upper_qkv if two_caches else _kv(llama.upper_qkv), leaves.unstack)
+        qkv = _qkv(leaves, llama.lower_qkv)
+        qkv += _qkv(leaves, llama.upper_qkv, last_apart=True)
+        return whole(lower=lower + upper, lower_qkv=qkv)
+    queries = unstack(delta_queries(delta), leaves.unstack)
+    own: tuple[ServingQKV, ...] = ()
+    if served.has_two_caches:
+        own = _qkv(leaves, llama.upper_qkv)
+    elif served.keeps_own:
+        own = _qkv(leaves, _kv(llama.upper_qkv), queries)
     prompt_kv, projected = _prompt_and_projected(leaves, delta)
+    attends_to_boundary = served.generated_kv == "boundary" or served.has_two_caches
     return whole(
         lower=lower,
-        lower_qkv=lower_qkv,
+        lower_qkv=_qkv(leaves, llama.lower_qkv),
         norm_swiftkv=delta.norm,
         kv=_joined(leaves, projected.k, projected.v),
         kv_bias=_joined(leaves, projected.k_bias, projected.v_bias),
         k_norm_swiftkv=projected.k_norm,
         upper=upper,
-        upper_q=unstack(delta_queries(delta), leaves.unstack),
-        upper_kv=upper_kv,
+        upper_q=queries if attends_to_boundary else (),
+        upper_qkv=own,
         upper_mix=unstack(delta.mix, leaves.unstack),
-        prompt_kv=prompt_kv,
+        prompt_qkv=_qkv(leaves, prompt_kv, () if attends_to_boundary else queries),
         prompt_mlp=unstack(delta.prompt_mlp, leaves.unstack),
         k_tap=delta.k_tap,
     )
@@ -281,23 +275,48 @@ def _joined(leaves: _Leaves, *parts: Any) -> Any:
     return jax.tree.map(leaves.stack, *parts)
 
 
+def _qkv(
+    leaves: _Leaves, stack: QKV | None, queries: Sequence[QKV] = (), *, last_apart: bool = False
+):
+    """The projections of a stack's layers; of keys and values alone with the `queries` of these and
+    later layers. Apart, a GPU's compiler would join the weights in every call."""
+    joined: list[Any] = list(unstack(stack, leaves.unstack))
+    for i, layer in enumerate(joined):  # one by one, as in `_blocks`
+        qkv = with_queries(layer, queries[i]) if queries else layer
+        apart = last_apart and i == len(joined) - 1
+        q, q_bias = (None, None) if apart else (qkv.q, qkv.q_bias)
+        joined[i] = ServingQKV(
+            heads=_joined_heads(leaves, q, qkv.k, qkv.v),
+            bias=_joined_heads(leaves, q_bias, qkv.k_bias, qkv.v_bias),
+            q=qkv.q if apart else None,
+            q_bias=qkv.q_bias if apart else None,
+            q_norm=qkv.q_norm,
+            k_norm=qkv.k_norm,
+        )
+    return tuple(joined)
+
+
+def _joined_heads(leaves: _Leaves, q: Any, *kv: Any) -> Any:
+    return jax.tree.map(leaves.join_heads, *kv, *([] if q is None else [q]))
+
+
 def _kv(qkv: Any) -> Any:
     """A `QKV` without its queries."""
     return dataclasses.replace(qkv, q=None, q_bias=None, q_norm=None)
 
 
-def _prompt_and_projected(leaves: _Leaves, delta: SwiftKV) -> tuple[tuple[QKV, ...], QKV]:
-    """The delta's keys and values, without queries: one by one those of
-    `Config.prompt_attention_layers`, and the stack of those that are projected."""
+def _prompt_and_projected(leaves: _Leaves, delta: SwiftKV) -> tuple[QKV | None, QKV]:
+    """The delta's keys and values, without queries, in two stacks: those of
+    `Config.prompt_attention_layers`, and those that are projected."""
     every = _kv(prompt_projections(delta))
     if delta.mlp_map is None:
-        return (), every
+        return None, every
     count = delta.mlp_map.shape[0]
     first, rest = (
         jax.tree.map(lambda leaf, part=part: leaves.slice(leaf, part), every)
         for part in (slice(count), slice(count, None))
     )
-    return unstack(first, leaves.unstack), rest
+    return first, rest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,6 +345,10 @@ class _Arrays:
     def swap_inputs(self, leaf):
         return leaf.swapaxes(1, 2)
 
+    def join_heads(self, k, v, q=None):
+        queries = [] if q is None else [q.reshape(len(k), -1, *q.shape[1:])]
+        return jnp.concatenate([*queries, k[:, None], v[:, None]], axis=1)
+
 
 class _Shapes:
     """`ShapeDtypeStruct` with the shardings that the arrays have."""
@@ -353,6 +376,14 @@ class _Shapes:
         """Swap the last two axes. Only the experts are split."""
         first, second, third = leaf.shape
         return _moved(leaf, (first, third, second), slice(1))
+
+    def join_heads(self, k, v, q=None):
+        of_one = 2 if q is None else q.shape[0] // k.shape[0] + 2
+        made = jax.ShapeDtypeStruct((k.shape[0], of_one, *k.shape[1:]), k.dtype)
+        if k.sharding is None:
+            return made
+        split, *rest = k.sharding.spec
+        return _placed(made, NamedSharding(k.sharding.mesh, P(split, None, *rest)))
 
 
 def _moved(leaf: jax.ShapeDtypeStruct, shape: Any, axes: slice) -> jax.ShapeDtypeStruct:

@@ -260,7 +260,7 @@ def test_a_student_whose_tokens_keep_their_own():
         (filling.lower, filling.lower_qkv, filling.norm_swiftkv, filling.kv)
     )
     weights = runner.weights
-    assert student.tail_bytes == num_bytes((weights.upper, weights.upper_q, weights.upper_kv))
+    assert student.tail_bytes == num_bytes((weights.upper, weights.upper_qkv))
     raws = [
         {"seconds": 1.0, "cpu_seconds": 1.0, "idle": 0.0, "ttft": 1.0, "chunks": 1}
         | {"compilations": 0}

@@ -1,8 +1,6 @@
 """Reasoning before a grammar, as the masks allow it."""
 
-import numpy as np
-
-from swiftkv_jax.infer.engine.grammar import fill_masks, mask_words
+from swiftkv_jax.infer.engine.grammar import masks_of
 from swiftkv_jax.infer.structured.reasoning_grammar import ReasoningGrammar
 
 VOCAB, EOS, BEGIN, END, X, Y = 70, 0, 68, 69, 5, 6
@@ -46,8 +44,7 @@ def matcher(begin_token=None) -> ReasoningGrammar:
 
 
 def allowed(*matchers) -> list[set[int]]:
-    masks = np.zeros((len(matchers), mask_words(VOCAB)), np.uint32)
-    fill_masks(matchers, masks)
+    masks = masks_of(matchers, VOCAB)
     return [{t for t in range(96) if mask[t // 32] >> (t % 32) & 1} for mask in masks]
 
 

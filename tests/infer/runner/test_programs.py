@@ -135,7 +135,7 @@ def check_scores(
     """Two packed prompts in two chunks, the second with the beginning of a third, over a cache full
     of garbage: every later position's log-probability."""
     config = served_config(model.config, swiftkv)
-    weights = serving_weights(model.llama, model.swiftkv if swiftkv else None)
+    weights = serving_weights(model.llama, model.swiftkv if swiftkv else None, config)
     cache = garbage(init_cache(config, PAGES, PAGE, jnp.float32))
     rows = tiny.tokens_for(tiny.hf_config(), 2, 14)
     full = jax.nn.log_softmax(skv.logits(model, jnp.asarray(rows), swiftkv=swiftkv), axis=-1)
@@ -210,7 +210,7 @@ def state_of(model: skv.Model, slots: int, remaining: int, eos_token_ids=()) -> 
 def decoded(
     model: skv.Model, state: DecodeState, slots, steps: int
 ) -> tuple[DecodeState, np.ndarray]:
-    weights = serving_weights(model.llama, model.swiftkv)
+    weights = serving_weights(model.llama, model.swiftkv, model.config)
     state, sampled = decode(
         model.config, weights, jnp.asarray(slots, jnp.int32), state, steps=steps
     )
@@ -219,7 +219,7 @@ def decoded(
 
 def test_buffers_are_donated():
     model = model_of("g=2")
-    weights = serving_weights(model.llama, model.swiftkv)
+    weights = serving_weights(model.llama, model.swiftkv, model.config)
     cache = init_cache(model.config, PAGES, PAGE, jnp.float32)
     chunk, _ = arrays([ScheduledTokens(request_state([1, 2, 3, 4], 1, [0]), 0, 3)], 4)
     filled, _ = prefill_chunk(model.config, weights, Joined.of(chunk, 1), cache)
@@ -370,11 +370,12 @@ def test_prefill_reads_no_upper_layer_and_no_head():
         signature = next(line for line in text.splitlines() if "func.func public @main" in line)
         return re.findall(r"%arg\d+: tensor<([^>]*)>", signature)
 
-    gate_and_up, head_or_embedding, query = "2x48x32xf32", "59x32xf32", "4x8x32xf32"
+    gate_and_up, head_or_embedding, qkv = "2x48x32xf32", "59x32xf32", "2x4x8x32xf32"
     student, teacher = parameters(True), parameters(False)
     assert student.count(gate_and_up) == 2  # the lower layers
     assert teacher.count(gate_and_up) == 5  # the last is needed for its keys and values only
-    assert student.count(query) == 2 and teacher.count(query) == 5
+    assert student.count(qkv) == 2 and teacher.count(qkv) == 5
+    assert teacher.count("4x8x32xf32") == 0  # its queries
     assert student.count(head_or_embedding) == teacher.count(head_or_embedding) == 1
 
 

@@ -18,17 +18,19 @@ from swiftkv_jax.infer.runner.serving_form import (
 from swiftkv_jax.model.boundary import project_fused_kv, project_kv
 from swiftkv_jax.model.layers import norm
 from swiftkv_jax.model.mesh import make_mesh
+from swiftkv_jax.model.params import QKV
 from swiftkv_jax.model.quantization import Scheme
 from swiftkv_jax.model.rope import rope_tables
 from swiftkv_jax.model.sharding import llama_shardings, swiftkv_shardings
+from swiftkv_jax.model.stacks import unstack
 from swiftkv_jax.plan.presets import LLAMA_8B
 from tests.test_quantization import SCHEMES, tiny_model
 
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8], [9]]
 
 
-def weights_of(model: skv.Model, swiftkv: bool, **options: bool):
-    return serving_weights(model.llama, model.swiftkv if swiftkv else None, **options)
+def weights_of(model: skv.Model, swiftkv: bool):
+    return serving_weights(model.llama, model.swiftkv if swiftkv else None, model.config)
 
 
 def own_kv_model(scheme: Scheme | None) -> skv.Model:
@@ -81,24 +83,43 @@ def test_shapes_are_known_without_weights(scheme, swiftkv):
 @pytest.mark.parametrize("scheme", [None, *SCHEMES.values()], ids=["plain", *SCHEMES])
 def test_own_keys_and_values_are_the_teachers(scheme):
     model = own_kv_model(scheme)
-    weights = weights_of(model, True, own_kv=True)
+    weights = weights_of(model, True)
     assert weight_shapes(model.config, True, jnp.float32, scheme) == jax.eval_shape(lambda: weights)
-    teacher = weights_of(model, False).lower_qkv[model.config.num_lower_layers :]
-    for ours, theirs in zip(weights.upper_kv, teacher, strict=True):
-        assert ours.q is None and ours.q_bias is None
-        jax.tree.map(
-            np.testing.assert_array_equal, ours, dataclasses.replace(theirs, q=None, q_bias=None)
-        )
+    assert not weights.upper_q, "no token attends to keys and values from the boundary"
+    for ours, theirs in zip(weights.upper_qkv, unstack(model.llama.upper_qkv), strict=True):
+        for place, projection in ((-2, theirs.k), (-1, theirs.v)):
+            mine = jax.tree.map(lambda leaf, place=place: leaf[:, place], ours.heads)
+            jax.tree.map(np.testing.assert_array_equal, mine, projection)
+
+
+def test_projections_are_joined_by_head():
+    """Each key/value head with its queries, its key and its value, in both kinds of layers."""
+    model = own_kv_model(None)
+    config, delta, teacher = model.config, model.swiftkv, model.llama
+    assert delta is not None and isinstance(teacher.upper_qkv, QKV)
+    weights = weights_of(model, True)
+    of_one = config.num_heads // config.num_kv_heads
+    for joined, q, kv in (
+        (weights.lower_qkv[1].heads, teacher.lower_qkv.q[1], teacher.lower_qkv),
+        (weights.upper_qkv[0].heads, delta.q[0], teacher.upper_qkv),
+    ):
+        layer = 1 if kv is teacher.lower_qkv else 0
+        assert joined.shape == (config.num_kv_heads, of_one + 2, *q.shape[1:])
+        for head in range(config.num_kv_heads):
+            for query in range(of_one):
+                np.testing.assert_array_equal(joined[head, query], q[head * of_one + query])
+            np.testing.assert_array_equal(joined[head, -2], kv.k[layer, head])
+            np.testing.assert_array_equal(joined[head, -1], kv.v[layer, head])
 
 
 def test_donated_keys_and_values():
     """The teacher's queries go too, and memory holds the others once."""
     model = own_kv_model(None)
-    again = jax.tree.map(jnp.copy, (model.llama, model.swiftkv))
-    expected = weights_of(model, True, own_kv=True)
-    found = serving_weights(*again, own_kv=True, donate=True)
+    llama, delta = jax.tree.map(jnp.copy, (model.llama, model.swiftkv))
+    expected = weights_of(model, True)
+    found = serving_weights(llama, delta, model.config, donate=True)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(again[0].upper_qkv))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(llama.upper_qkv))
 
 
 @pytest.mark.parametrize("swiftkv", [True, False], ids=["student", "teacher"])
@@ -110,7 +131,7 @@ def test_places_are_known_without_weights(name, swiftkv):
     llama = jax.device_put(model.llama, llama_shardings(model.config, mesh, scheme))
     delta = jax.device_put(model.swiftkv, swiftkv_shardings(model.config, mesh, scheme))
     placed = dataclasses.replace(model, llama=llama, swiftkv=delta)
-    weights = weights_of(placed, swiftkv, own_kv=swiftkv)
+    weights = weights_of(placed, swiftkv)
 
     def same(array, sharding):
         assert array.sharding.is_equivalent_to(sharding, array.ndim), (
