@@ -1,5 +1,6 @@
 """A plan of commands: steps in order, within their own limits and a total one, and all packed."""
 
+import argparse
 import json
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import short_run
+from swiftkv_jax.infer.bench import options as bench_options
 
 ROOT = Path(__file__).parents[2]
 
@@ -104,3 +106,14 @@ def test_a_plan_that_is_none(tmp_path, capsys):
         assert short_run.main(arguments) == 2
         assert error in capsys.readouterr().err
     assert not (tmp_path / "found").exists()
+
+
+def test_measurements_of_a_quarter_of_an_hour(tmp_path):
+    """Their options are those of `infer bench`."""
+    for step in short_run.read_plan(ROOT / "benchmarks/quarter_hour.toml", tmp_path):
+        parser = argparse.ArgumentParser()
+        bench_options.add_arguments(parser)
+        flags = step.command[step.command.index("bench") + 1 :]
+        parsed = bench_options.BenchOptions.from_args(parser.parse_args(flags))
+        _, cells = bench_options.plan(parsed)
+        assert cells and parsed.output is not None
