@@ -29,7 +29,7 @@ from swiftkv_jax.infer.text import encode_chat
 from swiftkv_jax.plan.cost import prefill_flops
 from swiftkv_jax.train.__main__ import main as train
 from swiftkv_jax.train.data.sources import STDLIB
-from swiftkv_jax.train.loss.far_tokens import far_cell
+from swiftkv_jax.train.loss.far_tokens import FarLoss
 from swiftkv_jax.train.run.metrics import EVAL_FAR_NATS, EVAL_FAR_TOKENS
 from swiftkv_jax.train.run.output_folder import EXPORT
 
@@ -177,7 +177,8 @@ def table(
         f"{value:.3f}  ({value / perplexity - 1:+.2%})"
         for value in (row["eval_student_perplexity"] for row in evaluations)
     ]
-    far = [far_cell(int(row[EVAL_FAR_TOKENS]), row.get(EVAL_FAR_NATS)) for row in evaluations]
+    found = (FarLoss(int(row[EVAL_FAR_TOKENS]), row.get(EVAL_FAR_NATS)) for row in evaluations)
+    far = [one.cell for one in found]
     rows: list[tuple[str, ...]] = [
         ("", "teacher", "student"),
         (

@@ -58,6 +58,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.action == "unpack":
         return cli.run(lambda: unpack(args.sources, args.target) or cli.OK, parser)
+    if len(args.sources) > 1:
+        parser.error("pack takes one model")
     return cli.run(lambda: pack(args.sources[0], args.corpus, args.target) or cli.OK, parser)
 
 

@@ -199,7 +199,8 @@ def config_from_hf(hf: Fields) -> Config:
         "shared_kv_heads": _shared_kv_heads(hf.get("shared_kv_heads")),
         "family": name,
     }
-    stated |= {field: hf[field] for field in CUT_FIELDS if hf.get(field)}  # 0 is the default
+    given = {field: hf.get(field) for field in CUT_FIELDS}
+    stated |= {field: value for field, value in given.items() if value not in (None, 0)}
     return Config(**stated | family.read(hf))
 
 

@@ -125,9 +125,10 @@ def document(model: Path, settings: dict[str, Any], reports: dict[str, Report]) 
         for name, report in reports.items()
     }
     if len(reports) == 2:
-        facts["differences"] = [
-            {"task": one.task, "filter": one.filter, "metric": one.metric}
-            | dict(zip(("value", "stderr"), one.difference or (), strict=True))
-            for one in scores(reports)
-        ]
+        facts["differences"] = found = []
+        for one in scores(reports):
+            assert one.difference is not None
+            value, stderr = one.difference
+            names = {"task": one.task, "filter": one.filter, "metric": one.metric}
+            found.append(names | {"value": value, "stderr": stderr})
     return facts

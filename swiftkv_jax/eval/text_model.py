@@ -9,7 +9,7 @@ import collections
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from tqdm import tqdm
@@ -86,23 +86,26 @@ class TextModel:
         Texts that are too long lose their beginning. Raises `UsageError` if a continuation alone is
         too long, `DataError` if one has no token.
         """
-        made = []
         cut = 0
-        for number, request in enumerate(requests):
-            try:
-                context, continuation = encode_pair(self.tokenizer, *request.args)
-            except UsageError as error:
-                raise DataError(f"request {number}: {error}") from None
-            if len(continuation) >= self.max_length:
-                raise UsageError(
-                    f"request {number}: its continuation has {len(continuation)} tokens: raise "
-                    f"`max_model_len`={self.max_length}"
-                )
-            tokens = [*context, *continuation]
-            cut += len(tokens) > self.max_length
-            tokens = tokens[-self.max_length :]
-            made.append(ScoreRequest(tokens, len(tokens) - len(continuation)))
-        found = self._score(made, "loglikelihood")
+
+        def made() -> Iterator[ScoreRequest]:
+            nonlocal cut
+            for number, request in enumerate(requests):
+                try:
+                    context, continuation = encode_pair(self.tokenizer, *request.args)
+                except UsageError as error:
+                    raise DataError(f"request {number}: {error}") from None
+                if len(continuation) >= self.max_length:
+                    raise UsageError(
+                        f"request {number}: its continuation has {len(continuation)} tokens: raise "
+                        f"`max_model_len`={self.max_length}"
+                    )
+                tokens = [*context, *continuation]
+                cut += len(tokens) > self.max_length
+                tokens = tokens[-self.max_length :]
+                yield ScoreRequest(tokens, len(tokens) - len(continuation))
+
+        found = self._score(made(), len(requests), "loglikelihood")
         self._warn_of_truncation(cut, len(requests))
         return found
 
@@ -119,8 +122,8 @@ class TextModel:
                 self.tok_encode(*request.args), self._first, self.max_length - 1, context_len=1
             )
         ]
-        scores = [ScoreRequest([*context, *scored], len(context)) for _, (context, scored) in parts]
-        found = self._score(scores, "loglikelihood_rolling")
+        scores = (ScoreRequest([*context, *scored], len(context)) for _, (context, scored) in parts)
+        found = self._score(scores, len(parts), "loglikelihood_rolling")
         totals = [0.0] * len(requests)
         for (number, _), (logprob, _) in zip(parts, found, strict=True):
             totals[number] += logprob
@@ -135,23 +138,26 @@ class TextModel:
         A context that is too long loses its beginning. Raises `UsageError` that names a setting
         which is not supported.
         """
-        made = []
-        streams = []
+        streams = dict[int, TextStream]()
         cut = 0
-        for number, request in enumerate(requests):
-            context, gen_kwargs = request.args
-            params, stops = generation(gen_kwargs, self.special_tokens)
-            room = self.max_length - params.max_tokens
-            if room < 1:
-                raise UsageError(
-                    f"max_gen_toks={params.max_tokens} leaves no room for a prompt: raise "
-                    f"`max_model_len`={self.max_length}"
-                )
-            prompt = self.tok_encode(context)
-            cut += len(prompt) > room
-            prompt = prompt[-room:]
-            streams.append(TextStream(self.tokenizer, stops, prompt=prompt))
-            made.append(Request(prompt, params, rng_stream=number))
+
+        def made() -> Iterator[Request]:
+            nonlocal cut
+            for number, request in enumerate(requests):
+                context, gen_kwargs = request.args
+                params, stops = generation(gen_kwargs, self.special_tokens)
+                room = self.max_length - params.max_tokens
+                if room < 1:
+                    raise UsageError(
+                        f"max_gen_toks={params.max_tokens} leaves no room for a prompt: raise "
+                        f"`max_model_len`={self.max_length}"
+                    )
+                prompt = self.tok_encode(context)
+                cut += len(prompt) > room
+                prompt = prompt[-room:]
+                streams[number] = TextStream(self.tokenizer, stops, prompt=prompt)
+                yield Request(prompt, params, rng_stream=number)
+
         texts = [""] * len(requests)
 
         def update(number: int, output: RequestOutput) -> bool:
@@ -160,9 +166,10 @@ class TextModel:
             done = stream.stopped or output.finish_reason is not None
             if done:
                 texts[number] += stream.finish()
+                del streams[number]
             return done
 
-        self._run(made, update, "generate_until")
+        self._run(made(), len(requests), update, "generate_until")
         self._warn_of_truncation(cut, len(requests))
         return texts
 
@@ -211,8 +218,11 @@ class TextModel:
                 f"beginning: raise `max_model_len`"
             )
 
-    def _score(self, requests: Sequence[ScoreRequest], what: str) -> list[tuple[float, bool]]:
-        found: list[tuple[float, bool]] = [(math.nan, False)] * len(requests)
+    def _score(
+        self, requests: Iterable[ScoreRequest], count: int, what: str
+    ) -> list[tuple[float, bool]]:
+        found: list[tuple[float, bool]] = [(math.nan, False)] * count
+        targets = dict[int, list[int]]()
         parts = collections.defaultdict[int, list[RequestOutput]](list)
 
         def update(number: int, output: RequestOutput) -> bool:
@@ -222,23 +232,28 @@ class TextModel:
             outputs = parts.pop(number)
             logprob = math.fsum(entry.logprob for part in outputs for entry in part.logprobs or ())
             likeliest = [token for part in outputs for token in part.token_ids]
-            request = requests[number]
-            found[number] = logprob, likeliest == list(request.tokens[request.start :])
+            found[number] = logprob, likeliest == targets.pop(number)
             return True
 
-        self._run(requests, update, what)
+        def noted() -> Iterator[ScoreRequest]:
+            for number, request in enumerate(requests):
+                targets[number] = list(request.tokens[request.start :])
+                yield request
+
+        self._run(noted(), count, update, what)
         return found
 
     def _run(
         self,
-        requests: Sequence[Request | ScoreRequest],
+        requests: Iterator[Request | ScoreRequest],
+        count: int,
         update: Callable[[int, RequestOutput], bool],
         what: str,
     ) -> None:
-        """Run all requests. `update` gets the number and the outputs of each, and returns whether
-        the request is done."""
-        outputs = self.engine.run(iter(requests), in_flight=self._in_flight)
-        bar = tqdm(total=len(requests), desc=what, disable=None if self._progress else True)
+        """Run `count` requests, made when there is room for them. `update` gets the number and the
+        outputs of each, and returns whether the request is done."""
+        outputs = self.engine.run(requests, in_flight=self._in_flight)
+        bar = tqdm(total=count, desc=what, disable=None if self._progress else True)
         with bar, contextlib.closing(outputs):
             for number, output in outputs:
                 if output.finish_reason == "error":

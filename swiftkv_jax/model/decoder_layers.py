@@ -115,6 +115,7 @@ def _project_qkv(config: Config, qkv: QKV | ServingQKV, h: Float[Array, "B T D"]
         return project_q(config, qkv, h, rope), *kv_projections(config, qkv, h, rope)
     heads = project_heads(h, qkv.heads, qkv.bias)
     if qkv.q is None:
+        assert heads.shape[-2] > 2, "without queries"
         q = heads[..., :-2, :].reshape(*h.shape[:2], -1, config.head_dim)
     else:
         q = project_heads(h, qkv.q, qkv.q_bias)

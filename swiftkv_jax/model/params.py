@@ -117,7 +117,8 @@ class ServingBlock:
 @struct.dataclass
 class ServingQKV:
     """The `QKV` of one layer as serving holds it: one matrix, of each key/value head its G = N / K
-    queries, its key and its value; or without the queries, which `q` has then."""
+    queries, its key and its value; or without the queries, which `q` has then, or gets from others
+    before use."""
 
     heads: Leaf  # K G+2 H D
     bias: Leaf = None  # K G+2 H

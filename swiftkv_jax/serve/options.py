@@ -237,7 +237,9 @@ class ServerOptions:
     max_queued_bytes: int = option(
         256 * 2**20, "bytes of the bodies of unanswered requests (default: 256 MiB)", metavar="N"
     )
-    max_reqs_per_key: int | None = option(None, "those of one key (default: no limit)", metavar="N")
+    max_reqs_per_key: int | None = option(
+        None, "sequences of one key that wait or run (default: no limit)", metavar="N"
+    )
     scheduling_policy: Literal["fcfs", "priority"] = option(
         "fcfs",
         "order of the requests of one key: of arrival, or of their `priority` (default: "

@@ -22,7 +22,7 @@ from pathlib import Path
 from ..cli.fields import option
 from ..errors import UsageError
 from .recipe import DEMO
-from .run_options import RunOptions
+from .run_options import Init, RunOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,9 @@ class CalibrationOptions(RunOptions):
         "delta, and scale its queries",
         group="model and data",
     )
+    init: Init = dataclasses.field(default="closed-form", init=False)
+    gradient_accumulation_steps: int = dataclasses.field(default=1, init=False)
+    shard_sequence: bool = dataclasses.field(default=False, init=False)
 
     def __post_init__(self):
         super().__post_init__()

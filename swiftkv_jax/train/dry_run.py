@@ -33,7 +33,7 @@ from ..errors import CheckpointError, OutOfMemoryError
 from ..model.attention import Attention
 from ..model.batch import Batch
 from ..model.config import Config
-from ..model.cut import describe_cut
+from ..model.cut import describe_cut, ungrouped
 from ..model.mesh import MeshShape, make_mesh
 from ..model.params import llama_shapes, swiftkv_shapes
 from ..model.sharding import batch_sharding, llama_shardings, swiftkv_shardings
@@ -280,7 +280,7 @@ def lower_batch(
     delta = swiftkv_shapes(config, dtype)
     where = swiftkv_shardings(config, mesh)
     return add_batch.lower(
-        config,
+        ungrouped(config),
         Attention(mesh, options.attention),
         _on_mesh(moment_shapes(config), moment_shardings(config, mesh)),
         _on_mesh(llama_shapes(config, dtype), llama_shardings(config, mesh)),

@@ -78,7 +78,10 @@ class Recipe(RunOptions):
         at_least=1,
     )
     max_steps: int | None = option(
-        None, "optimiser steps (default: --num-train-epochs; demo: %(demo)s)", at_least=1
+        None,
+        "optimiser steps (default: --num-train-epochs; demo: %(demo)s)",
+        group="optimisation",
+        at_least=1,
     )
     num_train_epochs: int = option(1, "passes over the data (default: %(default)s)", at_least=1)
     learning_rate: float = steering(2e-4, "peak (default: %(default)s; demo: %(demo)s)")

@@ -128,7 +128,8 @@ class RunOptions:
         metavar="SHARE",
     )
     output_dir: Path = option(
-        MISSING, "the exported model, records, reports and prepared data (demo: %(demo)s)"
+        MISSING,
+        "the exported model, checkpoints, metrics, reports and prepared data (demo: %(demo)s)",
     )
     batch_size: int = steering(
         8,

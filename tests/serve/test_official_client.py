@@ -76,6 +76,21 @@ def test_what_would_fail_again_is_asked_once(start):
     running.check_empty()
 
 
+def test_errors_are_the_clients_classes(start):
+    running = start(api_keys={"one": "a-key-of-some-length"})
+
+    async def run() -> None:
+        async with client(running.url) as asked:
+            with pytest.raises(openai.AuthenticationError):
+                await asked.completions.create(**BODY)
+        async with client(running.url, api_key="a-key-of-some-length") as asked:
+            with pytest.raises(openai.BadRequestError) as bad:
+                await asked.completions.create(**BODY | {"max_tokens": -1})
+            assert bad.value.param == "max_tokens"
+
+    asyncio.run(run())
+
+
 @pytest.mark.long
 def test_seeds_repeat_under_load(checkpoint):
     """Draws depend on the seed, not on what else runs."""

@@ -89,7 +89,8 @@ def variant_of(
     )
     prompt = weights.upper[: len(weights.prompt_qkv)]  # layers of which prompts run the attention
     attention = num_bytes([(b.attn_norm, b.o, b.o_bias, b.mlp_norm) for b in prompt])
-    filling = num_bytes((weights.lower, weights.lower_qkv, boundary)) + attention
+    queries = weights.upper_q[: len(weights.prompt_qkv)]
+    filling = num_bytes((weights.lower, weights.lower_qkv, boundary, queries)) + attention
     if not weights.upper:  # of the last layer only the keys and values are needed
         last = weights.lower_qkv[-1]
         unused = dataclasses.replace(weights.lower[-1], attn_norm=None), last.q, last.q_bias

@@ -58,7 +58,7 @@ class ModelRunnerBase(Protocol):
         ...
 
     def is_idle(self) -> bool:
-        """Whether the device has done all calls."""
+        """Whether the device has done the last chunk and the last decode call."""
         ...
 
     def read(self, output: AsyncOutput) -> SamplerOutput | None:

@@ -65,7 +65,7 @@ class Weights:
     boundary; empty if all keep their own alone."""
     upper_qkv: tuple[ServingQKV, ...] = ()
     """Projections of tokens that keep their own: the teacher's, with the student's queries unless
-    layers attend to two caches. Empty if there are no such tokens."""
+    layers attend to two caches. With an exact head alone `upper_q` has the queries too."""
     upper_mix: tuple[Leaf, ...] = ()  # K H H, where layers attend to two caches and mix values
     prompt_qkv: tuple[ServingQKV, ...] = ()
     """Projections of `Config.prompt_attention_layers`; no queries where `upper_q` has them."""
@@ -209,7 +209,7 @@ def _weights(leaves: _Leaves, llama: Llama, delta: SwiftKV | None, served: Confi
         Weights, embed=llama.embed, final_norm=llama.final_norm, lm_head=llama.lm_head
     )
     if delta is None:
-        qkv = _qkv(leaves, llama.lower_qkv)
+        qkv = _qkv(leaves, llama.lower_qkv, last_apart=not upper)
         qkv += _qkv(leaves, llama.upper_qkv, last_apart=True)
         return whole(lower=lower + upper, lower_qkv=qkv)
     queries = unstack(delta_queries(delta), leaves.unstack)
@@ -278,8 +278,8 @@ def _joined(leaves: _Leaves, *parts: Any) -> Any:
 def _qkv(
     leaves: _Leaves, stack: QKV | None, queries: Sequence[QKV] = (), *, last_apart: bool = False
 ):
-    """The projections of a stack's layers; of keys and values alone with the `queries` of these and
-    later layers. Apart, a GPU's compiler would join the weights in every call."""
+    """The projections of a stack's layers, joined, as a GPU's compiler would in every call. A stack
+    without queries gets `queries`, from the same first layer on."""
     joined: list[Any] = list(unstack(stack, leaves.unstack))
     for i, layer in enumerate(joined):  # one by one, as in `_blocks`
         qkv = with_queries(layer, queries[i]) if queries else layer

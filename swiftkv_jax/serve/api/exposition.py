@@ -29,9 +29,17 @@ _STATS = (
     ("compilations", "compilations", "Programs compiled while serving."),
     ("step_host_seconds", "host_seconds", "Host time of steps."),
     ("device_wait_seconds", "wait_seconds", "Steps' time of waiting for the device."),
-    ("device_idle_seconds", "idle_seconds", "Time of a device without work in a run."),
+    (
+        "device_idle_seconds",
+        "idle_seconds",
+        "At most: time without work for a device.",
+    ),
     ("prefilled_tokens", "prefilled_tokens", "Tokens that ran through prefill."),
-    ("upper_layer_tokens_skipped", "lower_layer_tokens", "Those that skipped the upper layers."),
+    (
+        "upper_layer_tokens_skipped",
+        "lower_layer_tokens",
+        "Prefilled, lower layers only.",
+    ),
     ("prefill_padding_tokens", "padding_tokens", "Padding of prefill calls to a compiled size."),
     ("requests_skipped", "num_times_skipped", "Times that a later request was admitted first."),
 )

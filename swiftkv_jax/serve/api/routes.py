@@ -205,8 +205,12 @@ async def metrics(app: App, exchange: HTTPExchange) -> None:
 
 
 async def schema(app: App, exchange: HTTPExchange) -> None:
-    found = ((one.path, one.methods, one.summary, one.body) for one in ROUTES if one.summary)
-    await exchange.send_json(200, openapi(found))
+    await exchange.send_json(200, _schema())
+
+
+@functools.cache
+def _schema() -> dict[str, Any]:
+    return openapi((one.path, one.methods, one.summary, one.body) for one in ROUTES if one.summary)
 
 
 async def models(app: App, exchange: HTTPExchange) -> None:

@@ -21,8 +21,8 @@ from ...text.special_tokens import brings_first_token
 from ..errors import PromptTooLong, invalid
 from ..protocol import Message
 
-WORKERS = 4
-LONG_WORKERS = 3
+WORKERS = 2
+LONG_WORKERS = 2
 LONG = 8192
 """Characters from which on a text is long: it has other threads than the rest."""
 SHORT = 512

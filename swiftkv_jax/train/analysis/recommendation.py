@@ -42,12 +42,10 @@ class Budget:
 
     def excess(self, cut: CutResult) -> float:
         """The largest loss of a student, in shares of its limit: above 1 it is over the budget.
-        Losses count where they are measured and limited."""
+        Losses count where they are measured and limited; NaN is over every limit."""
         limits = ((cut.perplexity_loss, self.perplexity_loss), (cut.far_nats, self.far_loss))
-        return max(
-            (lost / limit for lost, limit in limits if lost is not None and limit is not None),
-            default=0.0,
-        )
+        shares = [lost / limit for lost, limit in limits if lost is not None and limit is not None]
+        return max((math.inf if math.isnan(share) else share for share in shares), default=0.0)
 
     def holds(self, cut: CutResult) -> bool:
         """Whether a student is within the budget. Its border is."""

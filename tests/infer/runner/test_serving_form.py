@@ -112,6 +112,15 @@ def test_projections_are_joined_by_head():
             np.testing.assert_array_equal(joined[head, -1], kv.v[layer, head])
 
 
+@pytest.mark.parametrize("cut", [2, 4])
+def test_queries_of_a_teachers_last_layer_are_apart(cut):
+    """Whether or not the checkpoint has upper layers: prefill needs its keys and values only."""
+    config = tiny_model(None).config.cut(cut)
+    *others, last = weight_shapes(config, False, jnp.float32).lower_qkv
+    assert last.q is not None and all(one.q is None for one in others)
+    assert len(others) == config.num_layers - 1
+
+
 def test_donated_keys_and_values():
     """The teacher's queries go too, and memory holds the others once."""
     model = own_kv_model(None)
