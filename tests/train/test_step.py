@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from swiftkv_jax.model.attention import Attention
 from swiftkv_jax.model.batch import Batch
 from swiftkv_jax.model.config import Config
 from swiftkv_jax.model.initialization import init_llama, init_swiftkv
@@ -20,6 +21,7 @@ from swiftkv_jax.train.recipe import Recipe
 from swiftkv_jax.train.run.step import (
     init_state,
     learning_rate,
+    make_eval_step,
     make_optimizer,
     make_train_step,
     micro_batch_sharding,
@@ -250,3 +252,25 @@ def test_the_norm_of_a_gradient_is_clipped():
     _, state = optimizer.update(gradient, optimizer.init(weights), weights)
     moments = optax.tree.get(state, "mu")["w"]
     np.testing.assert_allclose(moments, [0.1 * 3 * 2 / 5, 0.1 * 4 * 2 / 5], rtol=1e-6)
+
+
+def test_an_evaluation_with_two_masks_is_two_with_one():
+    """Each mask has the sums that it has alone."""
+    one_row = jax.tree.map(lambda leaf: leaf[0], batch())
+    mesh = make_mesh((1, 1))
+    llama = init_llama(CONFIG, jax.random.key(0), scale=0.1)
+    models = init_swiftkv(CONFIG, llama), llama
+    evaluate = make_eval_step(CONFIG, recipe().objective, Attention(mesh))
+    even = one_row.loss_mask * (np.arange(LENGTH) % 2 == 0)
+    masks = one_row.loss_mask, even.astype(np.float32)
+    both = evaluate(*models, one_row, masks)
+    assert both.targets[0] > both.targets[1] > 0
+    for number, mask in enumerate(masks):
+        alone = evaluate(*models, one_row, (mask,))
+        jax.tree.map(
+            lambda sums, sum, number=number: np.testing.assert_allclose(
+                sums[number], sum[0], rtol=1e-6
+            ),
+            both,
+            alone,
+        )

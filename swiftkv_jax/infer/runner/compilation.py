@@ -59,8 +59,8 @@ def compile_all[Program](
             except jax.errors.JaxRuntimeError as error:
                 pool.shutdown(cancel_futures=True)
                 refusal = re.search(rf"(?:{'|'.join(_REFUSALS)}).*", str(error))
-                if not options or refusal is None:
-                    raise
+                if refusal is None or not any(name in refusal[0] for name in options or ()):
+                    raise  # a default of ours
                 raise UsageError(f"`compiler_options`: {refusal[0]}") from error
             bar.update()
             if on_progress is not None:
