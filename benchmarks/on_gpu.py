@@ -40,6 +40,7 @@ def on_h100() -> str:
         f"Of {len(judge(parts))} figures that a release requires, set for an H200, whose memory is "
         f"1.43 times as fast, these are missed: {'; '.join(missed(parts)) or 'none'}. Latency "
         "under load was not measured.",
+        *_later(parts),
         *_attention(kernels),
         _checked(all_of(f"check-kernels-{ON_H100}")),
         _training(all_of(f"train-step-{ON_H100}")),
@@ -83,6 +84,38 @@ def _prefill(row: Mapping[str, Any]) -> str:
         by_operations = row["teacher_flops_over_own"]
         text += f"; {row['speed_up']:.2f} times as fast, {by_operations:.2f} by operations"
     return text
+
+
+def _later(parts: Mapping[str, Any]) -> list[str]:
+    """What `benchmarks/quarter_hour.toml` measured: short prompts, and 8-bit arithmetic."""
+    names = ("prefill-lengths", "offline-student", "prefill-w8a8", "decode-w8a8")
+    lines = [
+        (
+            row["label"].replace(", 1 out, 1 prompts", ""),
+            row["variant"],
+            "FP8" if name.endswith("w8a8") else "bfloat16",
+            f"{row['tokens_per_s']:,.0f} tokens/s",
+            _time(row),
+        )
+        for name in names
+        for row in parts[name]["rows"]
+    ]
+    return [
+        f"Two days later ({parts[names[0]]['date'][:10]}), on another H100, after chunks, schedule "
+        "and products had changed: `python -m benchmarks.short_run benchmarks/quarter_hour.toml`. "
+        "FP8 is of weights and activations, compiled without XLA's autotuning and its Triton "
+        "products; so one row of decoding is slow: its program has 13 GiB of temporaries, "
+        "as much as the weights in bfloat16.",
+        table(("", "variant", "products", "rate", "time"), lines),
+    ]
+
+
+def _time(row: Mapping[str, Any]) -> str:
+    if "ttft" in row:
+        return f"first token after {1e3 * row['ttft']:.1f} ms"
+    if "seconds_per_output_token" in row:
+        return f"{1e3 * row['seconds_per_output_token']:.2f} ms per output token"
+    return f"{row['seconds']:.1f} s, device idle {row['idle_share']:.1%}"
 
 
 # Kernels ----------------------------------------------------------------------

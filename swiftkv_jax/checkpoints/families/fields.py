@@ -39,7 +39,7 @@ class Family:
     mlp_dim: str = "intermediate_size"
     """The field that has the width of its MLP, or of an expert's."""
     interleaved: bool = False
-    """Whether its rotary embedding pairs neighbouring dimensions of a head; see `interleaved`."""
+    """Rotation of neighbouring dimensions of a head in pairs; see `interleaved`."""
     inside: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
     """`model_type` of a model that takes images and has this family's under `text_config` ->
     values of the fields that `text_config` may leave out, which the class defaults to."""

@@ -114,7 +114,7 @@ class Architecture:
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Name within a layer of a Hugging Face tensor -> that in the file, where it is not Llama's."""
     permuted: bool = False
-    """Whether rows of queries and keys were reordered for a rotation of neighbours."""
+    """Reordering of the rows of queries and keys for a rotation of neighbours."""
     norm_offset: float = 0.0
     """Number that was added to the scales of norms."""
 

@@ -43,7 +43,7 @@ def read_kind(hf: Fields, rope: Rope | None, sliding: bool, *, keep: bool = Fals
 
 
 def read_layer_types(hf: Fields, sliding: Callable[[int], bool]) -> list[bool]:
-    """Whether each layer has the window: as `layer_types` says, or else as `sliding`."""
+    """Return for each layer whether it has the window: as `layer_types` says, or else `sliding`."""
     count = hf["num_hidden_layers"]
     types = hf.get("layer_types")
     if types is None:

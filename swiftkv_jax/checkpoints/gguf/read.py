@@ -60,8 +60,8 @@ def _read(
 
 
 def stored_types(path: Path) -> str:
-    """How the tensors of a GGUF file are stored, the commonest type first: `Q4_K x 120, F32 x
-    61`."""
+    """Count the types in which the tensors of a GGUF file are stored, the commonest first:
+    `Q4_K x 120, F32 x 61`."""
     counts = collections.Counter(tensor.type_name for tensor in read_gguf(path).tensors.values())
     return ", ".join(f"{name} x {count}" for name, count in counts.most_common())
 

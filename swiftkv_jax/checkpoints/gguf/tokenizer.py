@@ -302,7 +302,7 @@ class PreTokenizer:
     """A text is divided into the matches of the first and what lies between them, each part by the
     second, and so on."""
     nfc: bool = False
-    """Whether texts are normalised to NFC."""
+    """Normalisation of texts to NFC."""
     ignore_merges: bool = False
     """Whether a part that is a token is that token, whatever the merges make of it."""
     add_bos: bool = False
