@@ -56,6 +56,7 @@ from .real.cells import PROGRAMS, WITH_NEURONS, Cell, Program, program_of
 from .real.measure import Bench
 from .real.results import Results
 
+HELD_OUT = "held-out.jsonl"
 DELTA = "delta"
 TRAINING = "training.json"
 """In the folder of a student: what was trained, and the trainer's held-out figures."""
@@ -292,7 +293,7 @@ def training_data(args: argparse.Namespace, plan: Plan, teacher: Model) -> tuple
 
 
 def held_out_file(args: argparse.Namespace) -> Path:
-    return args.folder / "held-out.jsonl"
+    return args.folder / HELD_OUT
 
 
 def recipe_of(plan: Plan, cell: Cell, args: argparse.Namespace, data: tuple[str, ...]) -> Recipe:

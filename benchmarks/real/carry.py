@@ -32,14 +32,14 @@ from swiftkv_jax.train.data.sources import DataSource
 from swiftkv_jax.train.recipe import Recipe
 from swiftkv_jax.train.run.setup import open_tokenizer
 
+from ..distill_real import HELD_OUT, PLANS
 from . import corpus, parts
 
 FOLDER_BYTES = 60_000_000
 PART_BYTES = 14 * 2**20
-LENGTH = 1024
-"""Tokens of a row, as in the plan `gpu` of `distill_real`."""
+LENGTH = PLANS["gpu"].max_length
+"""Tokens of a row."""
 PACKED = "rows.npz"
-HELD_OUT = "held-out.jsonl"
 PARTS = "parts"
 DATA = "data"
 
