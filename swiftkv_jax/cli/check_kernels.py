@@ -65,10 +65,10 @@ def _run(args: argparse.Namespace, check: KernelCheck | None) -> int:
 
         config = open_any(local_path(args.model, args.revision)).config
     device = _device(check)
-    kernels = device.implementation
+    kernels = device.kind.kernels
     found: Verdicts = {}
-    if device.refused_reason:
-        print(f"without the hopper kernels: hopper {device.refused_reason}")
+    if device.kind.hopper_refused_reason:
+        print(f"without the hopper kernels: hopper {device.kind.hopper_refused_reason}")
     if kernels is None:
         print(f"no device kernels for {_name(device)}: attention runs through XLA")
     elif config is None:
@@ -85,7 +85,7 @@ def _check(
     configs: Sequence[KernelConfig], device: DeviceVersion, kernels: str, check: KernelCheck
 ) -> Verdicts:
     """Run the configurations that the kernels take, and print the table of all."""
-    from ..kernel_check.comparison import unsupported_reason
+    from ..kernel_check.configurations import choose_for
     from ..kernel_check.running import check_in_children
     from ..kernel_check.verdicts import HEADER, Verdict, VerdictFile, table_row
 
@@ -94,7 +94,7 @@ def _check(
         f"{check.timeout:g} s each\n{HEADER.format('kernel', 'seconds', 'verdict')}",
         flush=True,
     )
-    reasons = {config: unsupported_reason(device, kernels, config) for config in configs}
+    reasons = {config: choose_for(config, device.kind).reason for config in configs}
     found = {config: Verdict("unsupported", reason) for config, reason in reasons.items() if reason}
     for config, verdict in found.items():
         print(table_row(kernels, config, verdict), flush=True)

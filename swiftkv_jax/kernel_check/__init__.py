@@ -16,10 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from ..pallas_kernels import Implementation
-from ..pallas_kernels.device import device_kernels, hopper_refused_reason
+from ..pallas_kernels.device import Device
 from ..process.distributed import any_process
-from .comparison import unsupported_reason
-from .configurations import KernelConfig, forward_configs, serving_configs, training_configs
+from .configurations import (
+    KernelConfig,
+    choose_for,
+    forward_configs,
+    serving_configs,
+    training_configs,
+)
 from .running import CHILD, TIMEOUT, after_the_end, check_in_children, check_in_process
 from .verdicts import DEFAULT_FOLDER, DeviceVersion, Verdict, VerdictFile
 
@@ -59,28 +64,36 @@ def checked_implementation(
     process: a named one as it is; else None, which chooses for the device, or 'xla' if a kernel
     that would be chosen has not been found right.
 
-    Does nothing where the device has no kernels. Otherwise configurations without a verdict run
-    first, some seconds each; one warning says what is not used and why. With several processes, all
-    of them call this, and one answer holds for all. Raises `TimeoutError` if a kernel hangs on a
-    TPU, which runs it in this process.
+    Does nothing where the device has no kernels. Otherwise the log says what the kernels do not
+    take, and why. Configurations that they take and that have no verdict run first, some seconds
+    each; one warning says what is not used and why. With several processes, all of them call this,
+    and one answer holds for all. Raises `TimeoutError` if a kernel hangs on a TPU, which runs it in
+    this process.
     """
     check = check or KernelCheck()
     device = check.device or device
-    kernels = device_kernels(device.platform, device.device_kind)
+    kind = Device.of(device)
+    kernels = kind.kernels
     if implementation is not None or kernels is None:
         return implementation
-    refused = hopper_refused_reason(device.platform, device.device_kind)
-    if refused:
-        _warn(
+    if kind.hopper_refused_reason:
+        _log(
             f"attention on {device.device_kind} runs without the hopper kernels, more slowly: "
-            f"hopper {refused}"
+            f"hopper {kind.hopper_refused_reason}"
         )
-    failed = _first_failed(kernels, configs, device, check)
+    taken = []
+    for config in configs:
+        reason = choose_for(config, kind).reason
+        if reason is None:
+            taken.append(config)
+        else:
+            _log(f"{config} runs through XLA: {kernels} {reason}", logging.INFO)
+    failed = _first_failed(kernels, taken, device, check)
     if failed is not None:
         by_name = f"; `attention`={kernels} uses the kernels all the same"
         if kernels == "cudnn":  # which does not decode from pages: by name it cannot serve
             by_name = ""
-        _warn(
+        _log(
             f"all attention runs through XLA, more slowly, and not through the {kernels} kernels: "
             f"on {device.device_kind}, {failed[0]}: {failed[1]}. `swiftkv check-kernels` checks "
             f"all of them again, its --json FILE is what to send with a report{by_name}"
@@ -88,7 +101,7 @@ def checked_implementation(
     if not any_process(failed is not None):
         return None
     if failed is None:
-        _warn(
+        _log(
             f"all attention runs through XLA, more slowly, and not through the {kernels} "
             f"kernels: another process has not found them right"
         )
@@ -98,17 +111,15 @@ def checked_implementation(
 def _first_failed(
     kernels: str, configs: Sequence[KernelConfig], device: Any, check: KernelCheck
 ) -> tuple[KernelConfig, Verdict] | None:
-    """The first configuration that the kernels would run and cannot, and its verdict."""
+    """The first of these configurations that the kernels cannot run, and its verdict."""
     start = time.monotonic()
     file = VerdictFile.in_folder(check.folder, DeviceVersion.of(device), kernels)
     kept = {config: after_the_end(verdict) for config, verdict in file.read().items()}
-    missing = []
     for config in configs:
         verdict = kept.get(config)
         if verdict is not None and not verdict.usable:
             return config, verdict
-        if verdict is None and unsupported_reason(device, kernels, config) is None:
-            missing.append(config)
+    missing = [config for config in configs if kept.get(config) is None]
     if not missing:
         return None
     # One process alone can hold a TPU, and this one does.
@@ -130,6 +141,6 @@ def _first_failed(
 
 
 @functools.cache
-def _warn(message: str) -> None:
-    """Log a warning once."""
-    logger.warning("%s", message)
+def _log(message: str, level: int = logging.WARNING) -> None:
+    """Log a message once."""
+    logger.log(level, "%s", message)

@@ -1,4 +1,4 @@
-"""The configurations of kernels: those that a model needs, and a standard set."""
+"""The configurations of kernels: those that a model needs, a standard set, and each as a call."""
 
 from __future__ import annotations
 
@@ -12,11 +12,17 @@ from jax.sharding import Mesh
 from ..model.attention import split_heads
 from ..model.config import Config
 from ..model.mesh import MODEL
-from ..pallas_kernels.device import HEAD_DIMS
+from ..pallas_kernels import choose
+from ..pallas_kernels.choice import Choice, choose_experts
+from ..pallas_kernels.device import HEAD_DIMS, Device
+from ..pallas_kernels.selfcheck import Case, Row
 
 PAGE_SIZE = 128
 """Page size of the standard set, the engine's default."""
 EIGHT_BITS = ("float8_e4m3fn", "int8")
+POSITIONS = 1100
+"""Positions of a row: several blocks of every kernel, the last of them cut."""
+KV_HEADS = 2
 DTYPES = {
     "hopper": ("bfloat16", "float16"),
     "tpu": ("bfloat16", "float32"),
@@ -193,3 +199,71 @@ def _queries_per_kv_head(config: Config, mesh: Mesh | None) -> int:
     if mesh is not None and split_heads(mesh, heads, kv_heads)[1]:
         return heads // mesh.shape[MODEL]
     return heads // kv_heads
+
+
+# As calls ----------------------------------------------------------------------
+
+
+def case_of(config: KernelConfig, positions: int = POSITIONS) -> Case:
+    """The call of attention that `config` is checked with, on rows of about so many positions.
+
+    A row of whole positions has, packed, three documents and padding. From pages, prefill is a
+    chunk as the engine packs it: each row the tokens of a page, here of two prompts, and an idle
+    row; in parts the visible positions end inside the page of a row's queries, right before it, one
+    before the end of an earlier page, and before the first; and in a row of a third prompt they are
+    all that there are. Decoding is a step of the engine, with an idle row.
+    """
+    window = None
+    if config.windowed:  # a part of a row: blocks before it are passed over, others are cut by it
+        window = max(1, positions // 3)
+    if config.op == "gradient" or config.page_size is None:
+        if config.op == "decode":
+            raise ValueError(f"{config}: only a cache of pages is checked")
+        third = positions // 3
+        padding = positions // 16
+        documents = (1, third, positions - padding - third - 1)
+        rows = (Row(documents=documents if config.packed else ()),)
+        queries = keys = positions
+    elif config.op == "decode":
+        # On TPUs blocks of two heads have up to 32 pages.
+        page = config.page_size
+        queries = 1
+        keys = page * max(3, -(-4 * positions // page))
+        lengths = (keys, 0, 1, page + 5, page, keys // 2 + 1, page + 1, keys - 1)
+        rows = tuple(Row(length - 1) for length in lengths)
+    else:
+        queries = page = config.page_size
+        pages = max(3, -(-positions // page))
+        keys = pages * page
+        rows = (
+            Row(0, page, page // 2 + 1, 0),
+            Row((pages - 2) * page, page, (pages - 2) * page, 0),
+            Row((pages - 1) * page, page // 2 + 3, 2 * page - 1, 0),
+            Row(0, 1, 0, 1),
+            Row(0, 0, page, 1),
+            Row(page, page, keys, 2),
+        )
+        if not config.parts:
+            rows = tuple(row._replace(kv_length=None) for row in rows[:-1])
+    return Case(
+        config.op,  # pyright: ignore[reportArgumentType]
+        rows,
+        queries,
+        KV_HEADS * config.queries_per_kv_head,
+        KV_HEADS,
+        keys,
+        config.head_dim,
+        config.dtype,
+        config.cache_dtype,
+        None if config.op == "gradient" else config.page_size,
+        window,
+        return_lse=config.parts,
+    )
+
+
+def choose_for(config: KernelConfig, device: Device) -> Choice:
+    """The implementation that runs `config` on `device` where none is named, and why that is not
+    the device's kernels."""
+    if config.op == "experts":
+        return choose_experts(device, (config.embed_dim, config.mlp_dim), config.dtype)
+    return choose(device, case_of(config).spec)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from ..errors import UsageError
-from ..pallas_kernels.device import cudnn_version, device_kernels, hopper_refused_reason
+from ..pallas_kernels.device import Device, cudnn_version
 from ..process.files import private_directory, write_json
 from .configurations import KernelConfig
 
@@ -46,14 +46,8 @@ class DeviceVersion:
     """Digest of the sources of `pallas_kernels`, tuning table included, and of this package."""
 
     @property
-    def implementation(self) -> str | None:
-        """The name of its kernels; None if there are none for it."""
-        return device_kernels(self.platform, self.device_kind)
-
-    @property
-    def refused_reason(self) -> str | None:
-        """Why a Hopper GPU does without the Hopper kernels; None if it has them, and for others."""
-        return hopper_refused_reason(self.platform, self.device_kind)
+    def kind(self) -> Device:
+        return Device(self.platform, self.device_kind)
 
     @classmethod
     def of(cls, device: Any) -> Self:

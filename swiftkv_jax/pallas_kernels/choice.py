@@ -1,5 +1,11 @@
 """The choice of an implementation: the one that is named, or the device's own kernels where they
-take the call."""
+take the call.
+
+Every reason for which XLA runs a call in their place is a `Choice.reason`, found here in this
+order: an option of the call, the device, the call's shapes and dtypes, the tuning, and last the
+limits of the kernel itself (its `unsupported_reason`). `kernel_check.checked_implementation` asks
+for all calls of a program, logs the reasons, and names 'xla' where a kernel was found wrong.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +15,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from . import IMPLEMENTATIONS, ImplementationError, cudnn
-from .device import (
-    HEAD_DIMS,
-    Device,
-    cuda_runtime_version,
-    cuda_unsupported_reason,
-    cudnn_version,
-    device_kernels,
-    is_hopper,
-    is_nvidia,
-)
+from .device import HEAD_DIMS, Device, cudnn_version
 from .operands import AttentionSpec
 from .tuning import tuning_for
 
@@ -45,9 +42,8 @@ def choose(
     device's kernels if they take it, else 'xla'. cuDNN decodes by name only: it takes no pages, and
     transposes a cache before it reads it.
 
-    A program whose kernels have been found wrong names 'xla' (`kernel_check`). Raises
-    `NotImplementedError` if the named implementation does not take the call, `ValueError` for a
-    tuning of another kernel.
+    Raises `NotImplementedError` if the named implementation does not take the call, `ValueError`
+    for a tuning of another kernel.
     """
     if implementation not in ("hopper", "tpu"):
         for name, value in (("tuning", tuning), ("backward_tuning", backward_tuning)):
@@ -56,7 +52,7 @@ def choose(
                     f"{name} goes with implementation='hopper' or 'tpu', got {implementation=}"
                 )
     if implementation is None:
-        name = device_kernels(*device)
+        name = device.kernels
         if name is None:
             return Choice("xla")
         if name == "cudnn" and spec.op == "decode":
@@ -72,6 +68,17 @@ def choose(
     if reason:
         raise ImplementationError(implementation, f"{reason}; 'xla' runs {spec.op} everywhere")
     return Choice(implementation, tuning)
+
+
+def choose_experts(device: Device, widths: tuple[int, int], dtype: Any) -> Choice:
+    """The same for products of a mixture of experts with matrices of these widths and their
+    transposes (`grouped_product`). On a TPU XLA's own kernel runs, under the name 'tpu'."""
+    if device.kernels != "hopper":
+        name = "tpu" if device.kernels == "tpu" else "xla"
+        return Choice(name, reason="has no kernel for experts")
+    refused = kernels_of("hopper").grouped.unsupported_reason
+    reason = refused(*widths, dtype) or refused(*widths[::-1], dtype)
+    return Choice("xla", reason=reason) if reason else Choice("hopper")
 
 
 def _check_tuning(name: str, tuning: Any, implementation: str, op: str) -> None:
@@ -123,23 +130,24 @@ def _refused_option(spec: AttentionSpec, name: str) -> str | None:
 
 
 def _refused_by_cudnn(device: Device, spec: AttentionSpec) -> str | None:
-    if not is_nvidia(*device):
+    if not device.is_nvidia:
         return f"needs an NVIDIA GPU, this is {device}"
-    wide = is_hopper(*device)  # on older GPUs JAX refuses H > 128
+    wide = device.is_hopper  # on older GPUs JAX refuses H > 128
     return cudnn.unsupported_reason(spec, wide_heads=wide, version=cudnn_version())
 
 
 def _refused_by_kernels(device: Device, spec: AttentionSpec, name: str) -> str | None:
     """Why a device kernel takes no call on this device, or none with such queries."""
-    dtypes = (jnp.bfloat16, jnp.float16) if name == "hopper" else (jnp.bfloat16, jnp.float32)
     if name == "hopper":
-        if not is_hopper(*device):
+        dtypes = (jnp.bfloat16, jnp.float16)
+        if not device.is_hopper:
             return f"needs a Hopper GPU, this is {device}"
-        miscompiled = cuda_unsupported_reason(cuda_runtime_version())
-        if miscompiled:
-            return miscompiled
-    elif device.platform != "tpu":
-        return f"needs a TPU, this is {device}"
+        if device.hopper_refused_reason:
+            return device.hopper_refused_reason
+    else:
+        dtypes = (jnp.bfloat16, jnp.float32)
+        if device.platform != "tpu":
+            return f"needs a TPU, this is {device}"
     q = spec.q
     if q.shape[3] not in HEAD_DIMS:
         return f"takes head dims {HEAD_DIMS}, got {q.shape=}"

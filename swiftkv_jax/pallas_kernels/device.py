@@ -12,14 +12,57 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 """Head dims that the device kernels are built and tested for. XLA takes any."""
 
 
+_BEFORE_AMPERE = re.compile(r"\b(Tesla|Quadro|TITAN|GTX|RTX 20\d\d|[KMPTV]\d+\w*)\b")
+"""Products: GeForce, workstation and data centre GPUs of Kepler to Turing."""
+
+
 class Device(NamedTuple):
     """A kind of device, as JAX names it."""
 
     platform: str
     kind: str
 
+    @classmethod
+    def of(cls, device: Any) -> Device:
+        """Return the kind of a `jax.Device`, or of what says the same of itself."""
+        return cls(device.platform, device.device_kind)
+
     def __str__(self) -> str:
         return f"{self.platform} ({self.kind})"
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether its compute capability is 9.0, by its product name."""
+        return self._is_gpu and re.search(r"\bG?H(20|100|200|800)\b", self.kind) is not None
+
+    @property
+    def is_nvidia(self) -> bool:
+        """Whether it is a GPU by NVIDIA, by its product name, from Ampere on, as cuDNN's attention
+        needs. JAX calls those of others 'gpu' too."""
+        named = self._is_gpu and self.kind.startswith("NVIDIA ")
+        return named and not _BEFORE_AMPERE.search(self.kind)
+
+    @property
+    def kernels(self) -> str | None:
+        """The implementation with kernels for it: 'hopper', 'tpu', or for other NVIDIA GPUs
+        'cudnn', which has one for prefill; None if there is none.
+
+        A Hopper GPU under a CUDA that miscompiles its kernels is one of the others.
+        """
+        if self.is_hopper and self.hopper_refused_reason is None:
+            return "hopper"
+        if self.is_nvidia:
+            return "cudnn"
+        return "tpu" if self.platform == "tpu" else None
+
+    @property
+    def hopper_refused_reason(self) -> str | None:
+        """Why a Hopper GPU does without the Hopper kernels; None if it has them, and for others."""
+        return cuda_unsupported_reason(cuda_runtime_version()) if self.is_hopper else None
+
+    @property
+    def _is_gpu(self) -> bool:
+        return self.platform in ("gpu", "cuda")
 
 
 def current_device() -> Device:
@@ -27,8 +70,7 @@ def current_device() -> Device:
 
     The devices of the mesh need not exist, as when compiling ahead of time for a described machine.
     """
-    device = _current_device()
-    return Device(device.platform, device.device_kind)
+    return Device.of(_current_device())
 
 
 def num_multiprocessors() -> int:
@@ -46,42 +88,6 @@ def _current_device() -> Any:
         or jax.devices()[0]
     )
     return jax.devices(device)[0] if isinstance(device, str) else device
-
-
-def is_hopper(platform: str, kind: str) -> bool:
-    """Whether the device has compute capability 9.0, by its product name."""
-    return platform in ("gpu", "cuda") and re.search(r"\bG?H(20|100|200|800)\b", kind) is not None
-
-
-_BEFORE_AMPERE = re.compile(r"\b(Tesla|Quadro|TITAN|GTX|RTX 20\d\d|[KMPTV]\d+\w*)\b")
-"""Products: GeForce, workstation and data centre GPUs of Kepler to Turing."""
-
-
-def is_nvidia(platform: str, kind: str) -> bool:
-    """Whether the device is a GPU by NVIDIA, by its product name, from Ampere on, as cuDNN's
-    attention needs. JAX calls those of others 'gpu' too."""
-    named = platform in ("gpu", "cuda") and kind.startswith("NVIDIA ")
-    return named and not _BEFORE_AMPERE.search(kind)
-
-
-def device_kernels(platform: str, kind: str) -> str | None:
-    """The implementation with kernels for this device: 'hopper', 'tpu', or for other NVIDIA GPUs
-    'cudnn', which has one for prefill; None if there is none.
-
-    A Hopper GPU under a CUDA that miscompiles its kernels is one of the others.
-    """
-    if is_hopper(platform, kind) and hopper_refused_reason(platform, kind) is None:
-        return "hopper"
-    if is_nvidia(platform, kind):
-        return "cudnn"
-    return "tpu" if platform == "tpu" else None
-
-
-def hopper_refused_reason(platform: str, kind: str) -> str | None:
-    """Why a Hopper GPU does without the Hopper kernels; None if it has them, and for others."""
-    if not is_hopper(platform, kind):
-        return None
-    return cuda_unsupported_reason(cuda_runtime_version())
 
 
 @functools.cache

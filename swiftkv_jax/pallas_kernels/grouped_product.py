@@ -19,10 +19,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from .choice import kernels_of
-from .device import current_device, device_kernels
+from .choice import choose_experts, kernels_of
+from .device import current_device
 
-Grouped = Literal["xla", "hopper", "tpu"]
 Inputs = Literal["first", "last"]
 """Whether a matrix has its inputs before its outputs, as a TPU reads them without a copy, or after
 them, as checkpoints store them."""
@@ -32,15 +31,9 @@ _BLOCKS_AT_ONCE = 32
 """Blocks whose matrices XLA gathers at the same time."""
 
 
-def choose_grouped(sizes: tuple[int, int], dtype) -> Grouped:
+def choose_grouped(sizes: tuple[int, int], dtype) -> str:
     """The implementation on the current device for matrices of these sizes and their transposes."""
-    kernels = device_kernels(*current_device())
-    if kernels == "tpu":
-        return "tpu"
-    if kernels != "hopper":
-        return "xla"
-    unsupported = kernels_of("hopper").grouped.unsupported_reason
-    return "xla" if any(unsupported(*way, dtype) for way in (sizes, sizes[::-1])) else "hopper"
+    return choose_experts(current_device(), sizes, dtype).implementation
 
 
 def rows_product(

@@ -73,24 +73,18 @@ class Case:
     @property
     def spec(self) -> AttentionSpec:
         """Properties on which the choice of an implementation depends."""
-        pages = table = None
+        rows = len(self.rows)
+        keys = (rows, self.kv_heads, self.keys, self.head_dim)
+        table = None
         if self.page_size is not None:
             pages = self.keys // self.page_size
-            table = jax.ShapeDtypeStruct((len(self.rows), pages), jnp.int32)
+            table = jax.ShapeDtypeStruct((rows, pages), jnp.int32)
+            pool = 2 * (int(self.prompts.max()) + 1) * pages
+            keys = (pool, self.kv_heads, self.page_size, self.head_dim)
         return AttentionSpec(
             "decode" if self.op == "decode" else "prefill",
-            jax.ShapeDtypeStruct(
-                (len(self.rows), self.queries, self.heads, self.head_dim), jnp.dtype(self.dtype)
-            ),
-            jax.ShapeDtypeStruct(
-                (
-                    len(self.rows) if pages is None else 2 * (max(self.prompts) + 1) * pages,
-                    self.kv_heads,
-                    self.page_size or self.keys,
-                    self.head_dim,
-                ),
-                jnp.dtype(self.cache_dtype or self.dtype),
-            ),
+            jax.ShapeDtypeStruct((rows, self.queries, self.heads, self.head_dim), self.dtype),
+            jax.ShapeDtypeStruct(keys, self.cache_dtype or self.dtype),
             table,
             packed=any(row.documents for row in self.rows),
             kv_lengths=any(row.kv_length is not None for row in self.rows),

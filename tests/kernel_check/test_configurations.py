@@ -15,14 +15,13 @@ from swiftkv_jax.kernel_check import (
     serving_configs,
     training_configs,
 )
-from swiftkv_jax.kernel_check.comparison import unsupported_reason
-from swiftkv_jax.kernel_check.configurations import model_configs, standard_configs
+from swiftkv_jax.kernel_check.configurations import choose_for, model_configs, standard_configs
 from swiftkv_jax.model.config import LayerKind
 from swiftkv_jax.model.mesh import make_mesh
 from swiftkv_jax.pallas_kernels import choice, grouped_product
 from swiftkv_jax.plan.presets import PRESETS
 from tests import tiny
-from tests.pallas_kernels.interpreted import DEVICES, under
+from tests.pallas_kernels.interpreted import device, under
 
 
 @functools.cache
@@ -114,7 +113,7 @@ def test_packed_rows_need_heads_of_twice_the_size():
         twice = [dataclasses.replace(one, head_dim=160) for one in needed(plain, jnp.bfloat16)]
         assert needed(own, jnp.bfloat16) == needed(plain, jnp.bfloat16) + twice
     for config in training_configs(own, jnp.bfloat16):
-        reason = unsupported_reason(DEVICES["H100"], "hopper", config)
+        reason = choose_for(config, device("H100")).reason
         refused = reason is not None and "takes head dims (64, 80, 96, 128, 256)" in reason
         assert refused == (config.head_dim == 160)
 
@@ -124,7 +123,7 @@ def test_cudnn_is_for_plain_prefill(monkeypatch):
     taken = [
         config
         for config in standard_configs("cudnn")
-        if unsupported_reason(DEVICES["A100"], "cudnn", config) is None
+        if choose_for(config, device("A100")).reason is None
     ]
     assert {(one.op, one.packed, one.windowed, one.parts) for one in taken} == {
         ("prefill", False, False, False),
@@ -138,8 +137,8 @@ def test_the_standard_set(kernels):
     """All of it is for the device: nothing is refused, but experts on a TPU."""
     configs = standard_configs(kernels)
     assert len(set(configs)) == len(configs) == 74
-    kind = DEVICES["H100" if kernels == "hopper" else "v5e"]
-    refused = [one for one in configs if unsupported_reason(kind, kernels, one)]
+    kind = device("H100" if kernels == "hopper" else "v5e")
+    refused = [one for one in configs if choose_for(one, kind).reason]
     assert [one.op for one in refused] == ([] if kernels == "hopper" else ["experts"])
 
 
@@ -153,8 +152,8 @@ def test_experts_are_checked_on_hopper():
     ):
         assert experts in of_model
     assert experts not in model_configs(PRESETS["qwen3-8b"], "hopper")
-    assert unsupported_reason(DEVICES["H100"], "hopper", experts) is None
-    assert unsupported_reason(DEVICES["v5e"], "tpu", experts) == "has no kernel for experts"
+    assert choose_for(experts, device("H100")).reason is None
+    assert choose_for(experts, device("v5e")).reason == "has no kernel for experts"
 
 
 @pytest.mark.parametrize("widths", [(512, 352), (352, 512), (704, 2048)])
@@ -165,5 +164,5 @@ def test_widths_that_the_kernel_refuses_are_no_failure(widths):
     )
     with under("H100"):
         assert grouped_product.choose_grouped(widths, "bfloat16") == "xla"
-    reason = unsupported_reason(DEVICES["H100"], "hopper", config)
+    reason = choose_for(config, device("H100")).reason
     assert reason == "takes inputs in multiples of 64 and outputs of 128"

@@ -24,23 +24,24 @@ from swiftkv_jax.kernel_check import (
     KernelCheck,
     KernelConfig,
     checked_implementation,
-    comparison,
     configurations,
     running,
 )
 from swiftkv_jax.kernel_check.verdicts import DeviceVersion, Verdict, VerdictFile
 from swiftkv_jax.pallas_kernels import choice, device
+from swiftkv_jax.pallas_kernels.choice import Choice
 from tests import tiny
 from tests.kernel_check.stand_in import A100, Kernels, gpu, tpu
 
 PREFILL = KernelConfig("prefill", 64, 2, "bfloat16", "bfloat16", 64)
 DECODE = dataclasses.replace(PREFILL, op="decode")
+ON_TPU = dataclasses.replace(DECODE, page_size=128)
 
 
 @pytest.fixture
 def warnings(caplog):
     """The warnings of the package since the test began."""
-    kernel_check._warn.cache_clear()
+    kernel_check._log.cache_clear()
     caplog.set_level(logging.INFO, "swiftkv_jax")
     return lambda: [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
 
@@ -103,10 +104,17 @@ def test_kernels_that_are_not_right_are_not_used(mode, outcome, said, tmp_path, 
     assert f"{tmp_path}/starts" not in left
 
 
-def test_what_a_kernel_refuses_is_left_to_the_choice_of_the_ops(tmp_path, warnings):
+def test_what_a_kernel_refuses_is_left_to_the_choice_of_the_ops(tmp_path, warnings, caplog):
+    """And the log says once why XLA runs it."""
     refused = dataclasses.replace(DECODE, page_size=16)
-    assert checked_implementation(None, [refused], None, stand_in("is wrong", tmp_path)) is None
+    for _ in range(2):
+        assert checked_implementation(None, [refused], None, stand_in("is wrong", tmp_path)) is None
     assert starts(tmp_path) == 0 and not warnings()
+    (message,) = caplog.messages
+    takes = (
+        "hopper takes pages of a multiple of 64 positions, got 16 with k.shape=(4400, 2, 16, 64)"
+    )
+    assert message == f"{refused} runs through XLA: {takes}"
 
 
 def test_what_could_not_be_checked_is_not_used_and_not_kept(tmp_path, warnings):
@@ -209,11 +217,9 @@ def test_a_folder_that_others_can_write_is_not_used(tmp_path, caplog):
 
 def test_verdicts_are_added_and_replaced(tmp_path):
     file = write([PREFILL, DECODE], tmp_path)
-    file.add({DECODE: Verdict("wrong", "by up to 3", 1.5, 3.0)})
-    assert file.read() == {
-        PREFILL: Verdict("right"),
-        DECODE: Verdict("wrong", "by up to 3", 1.5, 3.0),
-    }
+    wrong = Verdict("wrong", "by up to 3", 1.5, 3.0)
+    file.add({DECODE: wrong})
+    assert file.read() == {PREFILL: Verdict("right"), DECODE: wrong}
     file.add({DECODE: Verdict("unchecked")})
     assert file.read() == {PREFILL: Verdict("right")}
 
@@ -226,7 +232,7 @@ def in_process(folder, mode, timeout=120.0):
     options = {"ops": Kernels(mode), "positions": 150, "runs": 1}
     device = jax.local_devices()[1]
     return file, lambda: running.check_in_process(
-        [DECODE], device, file, timeout=timeout, **options
+        [ON_TPU], device, file, timeout=timeout, **options
     )
 
 
@@ -234,7 +240,7 @@ def in_process(folder, mode, timeout=120.0):
 def test_a_tpu_is_checked_in_this_process(mode, tmp_path):
     file, check = in_process(tmp_path, mode)
     found = check()
-    assert found[DECODE].outcome == mode.removeprefix("is ")
+    assert found[ON_TPU].outcome == mode.removeprefix("is ")
     assert file.read() == found
 
 
@@ -243,25 +249,25 @@ def test_a_kernel_that_hangs_in_this_process_is_known_to_the_next(tmp_path, monk
     file, check = in_process(tmp_path, "-", timeout=0.1)
 
     def hang(*_, **__):
-        kept_meanwhile.append(file.read()[DECODE].outcome)
+        kept_meanwhile.append(file.read()[ON_TPU].outcome)
         ended.wait()
 
     monkeypatch.setattr(running, "verdict_on", hang)
     with pytest.raises(TimeoutError, match="the tpu kernel hangs .*; start again: attention will"):
         check()
     ended.set()
-    assert kept_meanwhile == ["begun"] and file.read()[DECODE].outcome == "hung"
+    assert kept_meanwhile == ["begun"] and file.read()[ON_TPU].outcome == "hung"
     check = stand_in("-", tmp_path, device=tpu())
-    assert checked_implementation(None, [DECODE], None, check) == "xla"
+    assert checked_implementation(None, [ON_TPU], None, check) == "xla"
     assert ": hung, no result after 0.1 s" in warnings()[0]
 
 
 def test_a_process_that_a_kernel_has_ended_is_noticed(tmp_path, warnings):
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], stdout=-1)
     process = os.uname().nodename, int(ended.stdout)
-    write([DECODE], tmp_path, "begun", tpu(), process=process)
+    write([ON_TPU], tmp_path, "begun", tpu(), process=process)
     check = stand_in("-", tmp_path, device=tpu())
-    assert checked_implementation(None, [DECODE], None, check) == "xla"
+    assert checked_implementation(None, [ON_TPU], None, check) == "xla"
     assert ": crashed, an earlier process has ended while it ran" in warnings()[0]
 
 
@@ -303,7 +309,7 @@ PLANTED = [
 
 @pytest.mark.parametrize("mode", PLANTED)
 def test_the_engine_goes_on_with_xla(mode, tmp_path, warnings, monkeypatch):
-    monkeypatch.setattr(kernel_check, "unsupported_reason", lambda *_: None)  # of heads of 8
+    monkeypatch.setattr(kernel_check, "choose_for", lambda *_: Choice("hopper"))  # heads of 8
     options = EngineOptions(max_num_seqs=1, page_size=16, max_model_len=16, one_size=True)
     requests = [Request([5, 7, 11], SamplingParams(max_tokens=6))]
     check = stand_in(mode, tmp_path, timeout=20)
@@ -356,7 +362,7 @@ def test_the_command_checks_what_a_model_needs(tmp_path, capsys, monkeypatch):
         seen.extend(configs)
         return {one: Verdict("right", difference=0.0) for one in configs}
 
-    monkeypatch.setattr(comparison, "unsupported_reason", lambda *_: None)
+    monkeypatch.setattr(configurations, "choose_for", lambda *_: Choice("hopper"))
     monkeypatch.setattr(running, "check_in_children", check)
     assert check_kernels.main(["-m", str(tmp_path / "model")], stand_in("-", tmp_path)) == 0
     assert {one.head_dim for one in seen} == {8} and len(seen) == 8
@@ -366,19 +372,14 @@ def test_the_command_checks_what_a_model_needs(tmp_path, capsys, monkeypatch):
 # Devices without kernels, or that do without ----------------------------------------
 
 
-@pytest.fixture
-def refused(monkeypatch):
+def test_engines_and_the_command_say_that_cuda_miscompiles_the_kernels(
+    warnings, capsys, monkeypatch
+):
     monkeypatch.setattr(device, "cuda_runtime_version", lambda: 12090)
-
-
-def test_a_warning_that_cuda_miscompiles_the_kernels(refused, warnings):
     for _ in range(2):
         checked_implementation(None, [], None, KernelCheck(device=gpu()))
     (warning,) = warnings()
     assert "runs without the hopper kernels" in warning and "this is 12.9" in warning
-
-
-def test_the_command_says_that_cuda_miscompiles_the_kernels(refused, capsys, monkeypatch):
     monkeypatch.setattr(configurations, "standard_configs", lambda kernels: [])
     assert check_kernels.main([], KernelCheck(device=gpu())) == 0
     first, title, *_ = capsys.readouterr().out.splitlines()

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from swiftkv_jax.pallas_kernels.device import Device, is_hopper
+from swiftkv_jax.pallas_kernels.device import Device
 from tests.pallas_kernels import mosaic_interpreter
 
 H100 = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", platform="gpu", num_cores=132)
@@ -27,7 +27,7 @@ DEVICES = {
 
 def device(name: str) -> Device:
     """One of `DEVICES`, as the choice of an implementation takes it."""
-    return Device(DEVICES[name].platform, DEVICES[name].device_kind)
+    return Device.of(DEVICES[name])
 
 
 def under(device: str):
@@ -39,7 +39,7 @@ def on_hardware(implementation: str) -> bool:
     """Whether the device is one that runs `implementation`."""
     device = jax.devices()[0]
     if implementation == "hopper":
-        return is_hopper(device.platform, device.device_kind)
+        return Device.of(device).is_hopper
     return device.platform == {"cudnn": "gpu", "tpu": "tpu"}.get(implementation)
 
 

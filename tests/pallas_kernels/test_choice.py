@@ -20,7 +20,7 @@ from swiftkv_jax.pallas_kernels import (
     prefill_attention,
     tpu,
 )
-from swiftkv_jax.pallas_kernels.device import HEAD_DIMS, cuda_unsupported_reason, is_hopper
+from swiftkv_jax.pallas_kernels.device import HEAD_DIMS, Device, cuda_unsupported_reason
 from swiftkv_jax.pallas_kernels.hopper.decode_tuning import Tuning, fit
 from swiftkv_jax.pallas_kernels.hopper.prefill import fit as fit_prefill
 from swiftkv_jax.pallas_kernels.tpu.schedule import fit as fit_tpu
@@ -278,7 +278,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones():
 
 @parametrize("kind", ["NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA H800", "NVIDIA H20"])
 def test_names_of_hopper(kind):
-    assert is_hopper("gpu", kind)
+    assert Device("gpu", kind).is_hopper
 
 
 @parametrize(
@@ -287,8 +287,7 @@ def test_names_of_hopper(kind):
 )
 def test_versions_of_cuda_that_miscompile_causal_masks_are_refused(version, supported, monkeypatch):
     assert (cuda_unsupported_reason(version) is None) == supported
-    for module in (choice, device):
-        monkeypatch.setattr(module, "cuda_runtime_version", lambda: version)
+    monkeypatch.setattr(device, "cuda_runtime_version", lambda: version)
     chosen = "hopper" if supported else "xla"
     assert choose(kind_of("H100"), spec()).implementation == chosen
     if not supported:

@@ -12,7 +12,7 @@ import pytest
 
 from swiftkv_jax.pallas_kernels import AttentionSpec, choice, choose, cudnn, prefill_attention
 from swiftkv_jax.pallas_kernels import device as devices
-from swiftkv_jax.pallas_kernels.device import device_kernels
+from swiftkv_jax.pallas_kernels.device import Device
 from swiftkv_jax.pallas_kernels.selfcheck import Case, Row, compare, difference, draw, expected_of
 from tests.pallas_kernels.cases import CHUNKS, PREFILL, case_of
 from tests.pallas_kernels.cudnn_stand_in import attend
@@ -207,13 +207,13 @@ def test_none_does_not_choose_what_is_not_installed(monkeypatch):
     ],
 )
 def test_kinds_of_gpus(kind, name):
-    assert device_kernels("gpu", kind) == name
+    assert Device("gpu", kind).kernels == name
 
 
 def test_hopper_under_a_cuda_that_miscompiles_its_kernels(monkeypatch):
     for version, name in ((13000, "hopper"), (12080, "cudnn")):
         monkeypatch.setattr(devices, "cuda_runtime_version", lambda version=version: version)
-        assert device_kernels("gpu", "NVIDIA H100 80GB HBM3") == name
+        assert Device("gpu", "NVIDIA H100 80GB HBM3").kernels == name
 
 
 @parametrize(
