@@ -21,6 +21,20 @@ MAX_STOP_LENGTH = 256  # characters
 MAX_END_TOKENS = 24
 _MAX_INT = 2**31 - 1
 
+_RANGES: Mapping[str, tuple[type, float, float, str]] = {
+    "max_tokens": (int, 1, _MAX_INT, ""),
+    "temperature": (float, 0, 100, "0 is greedy"),
+    "top_k": (int, -1, _MAX_INT, "0 and -1 are off"),
+    "top_p": (float, 0, 1, "1 is off"),
+    "min_p": (float, 0, 1, "0 is off"),
+    "repetition_penalty": (float, 0.01, 100, "1 is off"),
+    "presence_penalty": (float, -2, 2, "0 is off"),
+    "frequency_penalty": (float, -2, 2, "0 is off"),
+    "seed": (int, -(2**63), 2**63 - 1, ""),
+    "n": (int, 1, MAX_SAMPLES, ""),
+}
+"""The parameters that are numbers by themselves: type, smallest, largest, and what errors add."""
+
 _ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
 
 FOREIGN_PARAMS: Mapping[str, tuple[Any, ...]] = {
@@ -158,37 +172,24 @@ class SamplingParams:
     """None for none, 0 for the chosen token's, k for those of the k likeliest as well."""
 
     def __post_init__(self):
-        self._set("max_tokens", _integer("max_tokens", self.max_tokens, 1, _MAX_INT))
-        self._set(
-            "temperature", _number("temperature", self.temperature, 0, 100, note="0 is greedy")
-        )
-        self._set("top_k", _integer("top_k", self.top_k, -1, _MAX_INT, note="0 and -1 are off"))
-        self._set("top_p", _number("top_p", self.top_p, 0, 1, note="1 is off"))
-        self._set("min_p", _number("min_p", self.min_p, 0, 1, note="0 is off"))
-        self._set(
-            "repetition_penalty",
-            _number("repetition_penalty", self.repetition_penalty, 0.01, 100, note="1 is off"),
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            self._set(name, _number(name, getattr(self, name), -2, 2, note="0 is off"))
+        for name, (kind, *limits, note) in _RANGES.items():
+            self._set(name, _number(kind, name, getattr(self, name), *limits, note=note))
         self._set("logit_bias", _logit_bias(self.logit_bias))
-        self._set("seed", _integer("seed", self.seed, -(2**63), 2**63 - 1))
-        self._set("n", _integer("n", self.n, 1, MAX_SAMPLES))
         self._set("stop", _stop_strings(self.stop))
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        self._set(
-            "min_tokens",
-            _integer("min_tokens", self.min_tokens, 0, self.max_tokens, note="at most max_tokens"),
+        least = _number(
+            int, "min_tokens", self.min_tokens, 0, self.max_tokens, note="at most max_tokens"
         )
+        self._set("min_tokens", least)
         if not isinstance(self.ignore_eos, bool):
             raise UsageError(
                 f"`ignore_eos`={short(self.ignore_eos)} must be true or false", option="ignore_eos"
             )
         if self.logprobs is not None:
-            self._set(
-                "logprobs",
-                _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, note="None reports none"),
+            count = _number(
+                int, "logprobs", self.logprobs, 0, MAX_LOGPROBS, note="None reports none"
             )
+            self._set("logprobs", count)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # the class is frozen
@@ -269,31 +270,27 @@ class SamplingParams:
         return found
 
 
-def _is(kind: type, value: Any) -> bool:
-    """Return whether this is a number of Python's or NumPy's, and no bool."""
-    return isinstance(value, kind) and not isinstance(value, bool)
+_KINDS = {int: (numbers.Integral, "an integer"), float: (numbers.Real, "a number")}
 
 
-def _integer(name: str, value: Any, low: int, high: int, *, at: str = "", note: str = "") -> int:
-    """Check a number of the parameter `name`, or the one `at` a place in it."""
-    if not (_is(numbers.Integral, value) and low <= value <= high):
-        raise _out_of_range(name, value, f"an integer from {low} to {high}", at=at, note=note)
-    return int(value)
-
-
-def _number(
-    name: str, value: Any, low: float, high: float, *, at: str = "", note: str = ""
-) -> float:
-    """Check a number as `_integer` does. NaN is in no range."""
-    if not (_is(numbers.Real, value) and low <= value <= high):
-        raise _out_of_range(name, value, f"a number from {low} to {high}", at=at, note=note)
-    return float(value)
-
-
-def _out_of_range(name: str, value: Any, wanted: str, *, at: str, note: str) -> UsageError:
+def _number[Kind: (int, float)](
+    kind: type[Kind],
+    name: str,
+    value: Any,
+    low: float,
+    high: float,
+    *,
+    at: str = "",
+    note: str = "",
+) -> Kind:
+    """Check a number of the parameter `name`, Python's or NumPy's, or the one `at` a place in it.
+    NaN is in no range, and a bool is no number."""
+    wanted, words = _KINDS[kind]
+    if isinstance(value, wanted) and not isinstance(value, bool) and low <= value <= high:
+        return kind(value)
     remark = f" ({note})" if note else ""
-    message = f"`{name}`{at}={short(value)} must be {wanted}{remark}"
-    return UsageError(message, option=name, value=value)
+    message = f"`{name}`{at}={short(value)} must be {words} from {low} to {high}{remark}"
+    raise UsageError(message, option=name, value=value)
 
 
 def _listed(name: str, value: Any, cap: int, items: str) -> tuple:
@@ -319,7 +316,8 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     return tuple(
-        _integer(name, token, 0, _MAX_INT) for token in _listed(name, value, MAX_STOPS, "token ids")
+        _number(int, name, token, 0, _MAX_INT)
+        for token in _listed(name, value, MAX_STOPS, "token ids")
     )
 
 
@@ -334,8 +332,8 @@ def _logit_bias(value: Any) -> dict[int, float]:
             option="logit_bias",
         )
     return {
-        _integer("logit_bias", token, 0, _MAX_INT, at=": token"): _number(
-            "logit_bias", bias, -100, 100, at=f"[{short(token)}]"
+        _number(int, "logit_bias", token, 0, _MAX_INT, at=": token"): _number(
+            float, "logit_bias", bias, -100, 100, at=f"[{short(token)}]"
         )
         for token, bias in value.items()
     }
