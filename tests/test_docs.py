@@ -267,6 +267,17 @@ def test_the_tree_of_packages_is_complete():
     assert not found - named and not gone, f"missing {sorted(found - named)}, gone {sorted(gone)}"
 
 
+def test_what_the_page_on_architecture_says_where_to_look_for_is_there():
+    """`file.py`: `name`, a class, a function, or a field of a class."""
+    section = text_of(ROOT / "docs/architecture.md").split("## Where to look")[1].split("\n## ")[0]
+    named = re.findall(r"`([\w/]+\.py)`:((?: `[\w.]+`[^|`]*)+)", section)
+    assert len(named) > 15
+    for file, names in named:
+        code = text_of(ROOT / "swiftkv_jax" / file)
+        for name in re.findall(r"`(?:\w+\.)?(\w+)`", names):
+            assert re.search(rf"(?:def |class |self\.|^){name}\b", code, re.MULTILINE), (file, name)
+
+
 def test_every_module_begins_with_its_purpose():
     """The page on architecture sends readers to these docstrings."""
     for path in (ROOT / "swiftkv_jax").rglob("*.py"):

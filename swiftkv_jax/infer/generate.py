@@ -20,7 +20,7 @@ from ..pallas_kernels import Implementation
 from .engine.checks import check_request
 from .engine.engine import Engine
 from .engine.options import OFFLINE_PREFILL_CHUNKS, EngineOptions
-from .engine.requests import Request, RequestOutput
+from .engine.requests import Request
 from .engine.sampling_params import SamplingParams
 from .text import TextStream, encode, encode_chat
 
@@ -175,27 +175,17 @@ def chat(
 
 def _run(engine: Engine, requests: list[Request], tokenizer: Any, text: bool) -> list[Any]:
     """The answers to all requests: texts, or token ids."""
-    if tokenizer is None:
-        token_ids: list[list[int]] = [[] for _ in requests]
-        for number, output in engine.run(requests):
-            _check_finite(number, output)
-            token_ids[number] += output.token_ids
-        return token_ids
     streams = [TextStream.of(tokenizer, request) for request in requests]
     texts = [""] * len(requests)
     for number, output in engine.run(requests):
-        _check_finite(number, output)
+        if output.finish_reason == "error":
+            raise DataError(f"prompt {number}: {output.error}")
         texts[number] += streams[number].push(output.token_ids)
         if streams[number].stopped:
             engine.abort_request(output.request_id)
     if not text:
         return [stream.token_ids for stream in streams]
     return [text + stream.finish() for text, stream in zip(texts, streams, strict=True)]
-
-
-def _check_finite(number: int, output: RequestOutput) -> None:
-    if output.finish_reason == "error":
-        raise DataError(f"prompt {number}: {output.error}")
 
 
 @contextlib.contextmanager

@@ -148,9 +148,9 @@ class Detokenizer:
         if len(self._ids) - self._done <= HELD_TOKENS:
             return ""
         certain = len(self._ids) - 4
-        before = self._decode(self._ids[self._context : self._done])
-        whole = self._decode(self._ids[self._context :])
-        part = self._decode(self._ids[self._context : certain])
+        before = self._text_of(self._ids[self._context : self._done])
+        whole = self._text_of(self._ids[self._context :])
+        part = self._text_of(self._ids[self._context : certain])
         return self._release(certain, part[len(before) :]) if whole.startswith(part) else ""
 
     def push_all(self, tokens: Sequence[int]) -> str:
@@ -173,10 +173,10 @@ class Detokenizer:
     def _begin(self) -> None:
         """Decoding starts a few tokens back, because some tokenizers treat the first token of a
         text specially: Llama 2's drops its space."""
-        if not self._decode(self._prompt).endswith(
-            REPLACEMENT
-        ):  # half a character, which the text has the other half of
-            self._ids, self._done = self._prompt, len(self._prompt)
+        # A prompt may end in half a character, which the text has the other half of.
+        if not self._text_of(self._prompt).endswith(REPLACEMENT):
+            self._ids = self._prompt
+            self._done = len(self._prompt)
 
     def _release(self, upto: int, text: str) -> str:
         if text:
@@ -185,11 +185,8 @@ class Detokenizer:
         return text
 
     def _pending(self) -> str:
-        done = self._decode(self._ids[self._context : self._done])
-        return self._decode(self._ids[self._context :])[len(done) :]
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._text_of(ids)
+        done = self._text_of(self._ids[self._context : self._done])
+        return self._text_of(self._ids[self._context :])[len(done) :]
 
 
 def text_decoder(tokenizer: Any) -> Callable[[list[int]], str]:
@@ -224,8 +221,22 @@ def rust_tokenizer(tokenizer: Any) -> Any:
     return backend if isinstance(backend, Tokenizer) else None
 
 
+class NoText:
+    """The `Detokenizer` of a model without a tokenizer."""
+
+    def push(self, token: int) -> str:
+        return ""
+
+    def push_all(self, tokens: Sequence[int]) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
 class TextStream:
-    """Tokens of one row in, its text out, up to a stop string."""
+    """Tokens of one row in, its text out, up to a stop string. Without a tokenizer no text comes,
+    and no stop string is found."""
 
     def __init__(
         self,
@@ -237,11 +248,11 @@ class TextStream:
     ):
         """The text follows that of `prompt`. A stop string counts only in the text after the first
         `min_tokens` tokens, as in vLLM."""
-        self._detokenizer, self._stops, self._min_tokens = (
-            Detokenizer(tokenizer, prompt),
-            StopStrings(stops),
-            min_tokens,
-        )
+        self._detokenizer: Detokenizer | NoText = NoText()
+        if tokenizer is not None:
+            self._detokenizer = Detokenizer(tokenizer, prompt)
+        self._stops = StopStrings(stops)
+        self._min_tokens = min_tokens
         self.token_ids: list[int] = []
         """Tokens taken so far: up to the one that completed a stop string."""
 
@@ -275,13 +286,15 @@ class TextStream:
             if self.stopped:
                 break
             self.token_ids.append(token)
-            more = self._detokenizer.push(token)
-            text += more if len(self.token_ids) <= self._min_tokens else self._stops.push(more)
+            text += self._before_stop(self._detokenizer.push(token))
         return text
 
     def finish(self) -> str:
         """Return the text that was held back. No token may follow."""
-        text = self._detokenizer.finish()
-        return (
-            text if len(self.token_ids) <= self._min_tokens else self._stops.push(text)
-        ) + self._stops.finish()
+        return self._before_stop(self._detokenizer.finish()) + self._stops.finish()
+
+    def _before_stop(self, text: str) -> str:
+        """The part of new text that certainly lies before a stop string."""
+        if len(self.token_ids) <= self._min_tokens:
+            return text
+        return self._stops.push(text)

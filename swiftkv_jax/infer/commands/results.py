@@ -18,10 +18,10 @@ class Completion:
         """Begin without tokens. With `tokenizer` None there is no text, and no stop string can be
         found."""
         self._params = request.params
-        self._stream = None if tokenizer is None else TextStream.of(tokenizer, request)
+        self._has_text = tokenizer is not None
+        self._stream = TextStream.of(tokenizer, request)
         self._stop_reason: str | int | None = None
-        self._token_ids: list[int] = [] if self._stream is None else self._stream.token_ids
-        self._logprobs: list[Logprob] | None = None if request.params.logprobs is None else []
+        self._logprobs: list[Logprob] = []
         self.text = ""
         self.finish_reason: str | None = None
 
@@ -33,11 +33,7 @@ class Completion:
         self.finish_reason = output.finish_reason
         if output.stop_token in self._params.stop_token_ids:
             self._stop_reason = output.stop_token
-        if self._logprobs is not None:
-            self._logprobs += output.logprobs or ()
-        if self._stream is None:
-            self._token_ids += output.token_ids
-            return
+        self._logprobs += output.logprobs or ()
         self.text += self._stream.push(output.token_ids)
         if output.finish_reason and not self._stream.stopped:
             self.text += self._stream.finish()
@@ -47,37 +43,32 @@ class Completion:
 
     def __len__(self) -> int:
         """Number of tokens."""
-        return len(self._token_ids)
+        return len(self._stream.token_ids)
 
     def to_json(self) -> dict[str, Any]:
-        text = None if self._stream is None else self.text
-        result = {"text": text, "token_ids": self._token_ids, "finish_reason": self.finish_reason}
+        token_ids = self._stream.token_ids
+        result = {"text": self.text, "token_ids": token_ids, "finish_reason": self.finish_reason}
+        if not self._has_text:
+            result["text"] = None
         if self._stop_reason is not None:
             result["stop_reason"] = self._stop_reason
-        if self._logprobs is not None:
+        if self._params.logprobs is not None:
             result["logprobs"] = [
-                _logprob_json(*pair) for pair in zip(self._token_ids, self._logprobs, strict=False)
+                _logprob_json(*pair) for pair in zip(token_ids, self._logprobs, strict=False)
             ]
         return result
 
 
 def _logprob_json(token: int, logprob: Logprob) -> dict[str, Any]:
-    top = (
-        {
-            "top": [
-                {"token_id": other, "logprob": _finite(value)}
-                for other, value in logprob.top_logprobs
-            ]
-        }
-        if logprob.top_logprobs
-        else {}
-    )
-    return {"token_id": token, "logprob": _finite(logprob.logprob)} | top
+    found: dict[str, Any] = _token_json(token, logprob.logprob)
+    if logprob.top_logprobs:
+        found["top"] = [_token_json(*pair) for pair in logprob.top_logprobs]
+    return found
 
 
-def _finite(value: float) -> float | None:
-    """`value`, None for an infinity, which JSON does not have."""
-    return value if math.isfinite(value) else None
+def _token_json(token: int, logprob: float) -> dict[str, Any]:
+    """A token with its log-probability, null for an infinity, which JSON does not have."""
+    return {"token_id": token, "logprob": logprob if math.isfinite(logprob) else None}
 
 
 class Completions:
@@ -123,9 +114,10 @@ class Completions:
 
 def timing_json(timing: Timing | None) -> dict[str, float | None]:
     """Times of a row in seconds since it entered the engine."""
-    moments = {"queue_s": "started", "ttft_s": "first_token", "total_s": "last_token"}
-    since = {name: getattr(timing, moment, None) for name, moment in moments.items()}
-    return {
-        name: None if at is None or timing is None else round(at - timing.submitted, 6)
-        for name, at in since.items()
-    }
+    found: dict[str, float | None] = dict.fromkeys(("queue_s", "ttft_s", "total_s"))
+    if timing is not None:
+        moments = (timing.started, timing.first_token, timing.last_token)
+        for name, at in zip(found, moments, strict=True):
+            if at is not None:
+                found[name] = round(at - timing.submitted, 6)
+    return found
