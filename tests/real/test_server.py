@@ -281,8 +281,8 @@ def test_messages_api(anthropic_client):
 
 def test_a_file_of_code_is_explained_from_its_text(client):
     """A prompt of some thousand tokens, read in chunks: this package's own code."""
-    source = Path(__file__).parents[2] / "swiftkv_jax" / "infer" / "stop_strings.py"
+    source = Path(__file__).parents[2] / "swiftkv_jax" / "infer" / "structured" / "token_filter.py"
     text = source.read_text(encoding="utf-8")
     question = f"```python\n{text}\n```\n\nWhat is the name of the first class in this file?"
     found = ask(client, [{"role": "user", "content": question}], max_tokens=40)
-    assert "StopStrings" in found.message.content
+    assert "TokenFilter" in found.message.content
