@@ -104,8 +104,8 @@ def _later(parts: Mapping[str, Any]) -> list[str]:
         f"Two days later ({parts[names[0]]['date'][:10]}), on another H100, after chunks, schedule "
         "and products had changed: `python -m benchmarks.short_run benchmarks/quarter_hour.toml`. "
         "FP8 is of weights and activations, compiled without XLA's autotuning and its Triton "
-        "products; so one row of decoding is slow: its program has 13 GiB of temporaries, "
-        "as much as the weights in bfloat16.",
+        "products; so one row of decoding was slow: its program had 13 GiB of temporaries, "
+        "as much as the weights in bfloat16, which it no longer has.",
         table(("", "variant", "products", "rate", "time"), lines),
     ]
 

@@ -32,7 +32,8 @@ from swiftkv_jax.model.stacks import split_layers
 from tests import tiny
 
 FP8, INT8, NATIVE = Scheme("fp8"), Scheme("int8"), Scheme("fp8", "native")
-SCHEMES = {"fp8": FP8, "int8": INT8, "fp8 native": NATIVE}
+AUTO = Scheme("fp8", "auto")
+SCHEMES = {"fp8": FP8, "int8": INT8, "fp8 native": NATIVE, "fp8 auto": AUTO, "fp8 one row": AUTO}
 E4M3 = ml_dtypes.float8_e4m3fn
 SPECS = {  # those of the model: shapes of x and of the matrix, and the axes summed over
     "BTD,NHD->BTNH": ((2, 3, 16), (4, 6, 16), 1),
@@ -147,6 +148,8 @@ def test_two_input_axes():
 @pytest.mark.parametrize("name", SCHEMES)
 def test_product(spec, name):
     of_x, of_weight, in_axes = SPECS[spec]
+    if name == "fp8 one row":  # widened
+        of_x = (1, 1, of_x[-1])
     x, weight = (
         random(of_x, seed=1),
         quantize(random(of_weight, seed=2, spread=1.0), in_axes, SCHEMES[name]),
@@ -157,7 +160,7 @@ def test_product(spec, name):
     )
     seen = (
         np.multiply(*rounded(np.asarray(x), 448, E4M3))
-        if name == "fp8 native"
+        if name in ("fp8 native", "fp8 auto")
         else np.asarray(x, np.float64)
     )
     found = jax.jit(product, static_argnums=0)(spec, x, weight)
@@ -243,10 +246,10 @@ def test_a_mesh_changes_nothing(shape, scheme):
 # Schemes ----------------------------------------------------------------------
 
 KINDS: dict[str, Arithmetic] = {
-    "NVIDIA H100 80GB HBM3": "native",
-    "NVIDIA H200": "native",
-    "NVIDIA GH200 480GB": "native",
-    "NVIDIA B200": "native",
+    "NVIDIA H100 80GB HBM3": "auto",
+    "NVIDIA H200": "auto",
+    "NVIDIA GH200 480GB": "auto",
+    "NVIDIA B200": "auto",
     "TPU7x": "native",
     "NVIDIA A100-SXM4-80GB": "widen",
     "TPU v6 lite": "widen",
@@ -262,7 +265,7 @@ def test_arithmetic_follows_the_device(kind):
 
 
 def test_schemes_say_what_they_do():
-    assert str(NATIVE) == "fp8 weights times activations quantised per token"
+    assert str(NATIVE) == str(AUTO) == "fp8 weights times activations quantised per token"
     assert str(FP8) == "fp8 weights, widened in each product (this device has no FP8 arithmetic)"
     assert str(INT8) == "int8 weights, widened in each product"
 
@@ -271,6 +274,7 @@ def test_schemes_say_what_they_do():
     ("arguments", "message"),
     [
         (("int4",), "`quantization`='int4' is not known; choose fp8 or int8"),
+        (("int8", "auto"), "`arithmetic`='auto' is not known for int8; choose widen, or native"),
         (("int8", "native"), "`arithmetic`='native' is not known for int8"),
         (("fp8", "fast"), "`arithmetic`='fast' is not known for fp8"),
     ],
