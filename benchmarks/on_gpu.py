@@ -30,16 +30,16 @@ def on_h100() -> str:
     serve = all_of(f"serve-{ON_H100}")
     facts = kernels[-1]
     parts = newest_parts(serve)
+    kind = facts["device"]["kind"]
     return section(
         "On an H100",
-        f"Measured on one {facts['device']['kind']} on {facts['date'][:10]}: driver "
+        f"Measured on one {kind} on {facts['date'][:10]}: driver "
         f"{facts['device']['driver']}, JAX {facts['versions']['jax']}, one run of each command. "
         "Serving: Llama-3.1-8B with random weights, K = 16, bfloat16; "
         "`python -m benchmarks.serve`.",
         table(("", "SwiftKV", "teacher"), _serving(parts)),
-        f"Of {len(judge(parts))} figures that a release requires, set for an H200, whose memory is "
-        f"1.43 times as fast, these are missed: {'; '.join(missed(parts)) or 'none'}. Latency "
-        "under load was not measured.",
+        f"Of {len(judge(parts, kind))} figures that a release requires of an H100 these are missed: "
+        f"{'; '.join(missed(parts, kind)) or 'none'}. Latency under load was not measured.",
         *_later(parts),
         *_attention(kernels),
         _checked(all_of(f"check-kernels-{ON_H100}")),
@@ -87,7 +87,7 @@ def _prefill(row: Mapping[str, Any]) -> str:
 
 
 def _later(parts: Mapping[str, Any]) -> list[str]:
-    """What `benchmarks/quarter_hour.toml` measured: short prompts, and 8-bit arithmetic."""
+    """What a quarter of an hour measured two days later: short prompts, and 8-bit arithmetic."""
     names = ("prefill-lengths", "offline-student", "prefill-w8a8", "decode-w8a8")
     lines = [
         (
@@ -102,7 +102,7 @@ def _later(parts: Mapping[str, Any]) -> list[str]:
     ]
     return [
         f"Two days later ({parts[names[0]]['date'][:10]}), on another H100, after chunks, schedule "
-        "and products had changed: `python -m benchmarks.short_run benchmarks/quarter_hour.toml`. "
+        "and products had changed: `swiftkv infer bench`. "
         "FP8 is of weights and activations, compiled without XLA's autotuning and its Triton "
         "products; so one row of decoding was slow: its program had 13 GiB of temporaries, "
         "as much as the weights in bfloat16, which it no longer has.",

@@ -7,8 +7,9 @@
 
 Runs `python -m swiftkv_jax.infer bench` once for each part, in a process of its own, so that a
 failure of one leaves the others: prefill over the prompt length, decoding over rows and context,
-offline throughput, latency of requests that arrive. Then the targets (`serve_targets`);
-`benchmarks.predict` predicts the same parts. JSON goes to
+offline throughput, latency of requests that arrive; then the parts with 8-bit products, of which
+the offline ones are the workloads that the authors and TensorRT-LLM publish. Then the targets
+(`serve_targets`); `benchmarks.predict` predicts the parts in bfloat16. JSON goes to
 `benchmarks/results/`. No part begins after --seconds; the document names those that were left
 out. Exit code 1 if a part failed.
 """
@@ -47,9 +48,9 @@ TINY = Config(
     head_dim=16,
     num_key_value_layers=2,
 )
-# The most important first, should time run out. Names are those of the rows of the targets for
-# one H200.
+# The most important first, should time run out. Names are those of the rows of the targets.
 FULL = {
+    "prefill-lengths": "prefill --input-len 300,500,1k,2k,8k -r 5",
     "prefill": "prefill --input-len 2k,8k,32k -r 5",
     "decode": "decode --input-len 1k --batch 1,64,256 --output-len 64 -r 3",
     "decode-2k": "decode --input-len 2k --batch 64 --output-len 64 -r 3",
@@ -66,6 +67,24 @@ FULL = {
     "offline-2k-fp8": "offline --input-len 2k --output-len 128 --num-prompts 512 --max-num-seqs "
     "256 -r 1 --kv-cache-dtype fp8",
 }
+_W8A8 = (
+    " --quantization fp8 --swiftkv on --compiler-option xla_gpu_autotune_level=0 "
+    "--compiler-option xla_gpu_enable_triton_gemm=false"
+)
+"""FP8 products, compiled without XLA's autotuning, which takes longer than the measurement."""
+W8A8 = {
+    "prefill-w8a8": f"prefill --input-len 2k,8k,32k -r 5{_W8A8}",
+    "decode-w8a8": f"decode --input-len 1k --batch 1,64,256 --output-len 64 -r 3{_W8A8}",
+} | {
+    f"offline-{name}-w8a8": f"offline --input-len {input_len} --output-len {output_len} "
+    f"--num-prompts {prompts} --max-num-seqs {rows} -r 1 --kv-cache-dtype fp8{_W8A8}"
+    for name, input_len, output_len, prompts, rows in (
+        ("2000-256", 2000, 256, 1024, 384),
+        ("2k-128", 2048, 128, 1500, 384),
+        ("1k-1k", 1000, 1000, 768, 384),
+        ("5k-500", 5000, 500, 384, 128),
+    )
+}
 SMOKE = {
     "prefill": "prefill --input-len 32,64 -r 1",
     "decode-fp8": "decode --input-len 32 --batch 2 --output-len 16 -r 1 --kv-cache-dtype fp8",
@@ -80,6 +99,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.serve", description="Prefill, decoding, throughput and latency."
     )
     report.add_flags(parser, tables=("full", "smoke"), seconds=540)
+    parser.add_argument(
+        "--attention",
+        metavar="NAME",
+        help="implementation of attention, not checked first (default: the device's, checked)",
+    )
     args = parser.parse_args(argv)
     return cli.run(lambda: _main(args), parser)
 
@@ -98,12 +122,15 @@ def _main(args: argparse.Namespace) -> int:
         (folder / "config.json").write_text(json.dumps(config_to_hf(TINY)))
         model = str(folder) if args.shapes == "smoke" else "llama-3.1-8b"
         document: dict[str, Any] = {"seed": seed, "model": model, "status": status, "parts": parts}
-        for part, flags in select(SMOKE if args.shapes == "smoke" else FULL, args.only).items():
+        every = SMOKE if args.shapes == "smoke" else FULL | W8A8
+        for part, flags in select(every, args.only).items():
             left = args.seconds - (time.monotonic() - start)
             if left <= 0:
                 status[part] = "left out: no time"
                 continue
             command = f"{flags} --config {shlex.quote(model)} --load-format dummy --seed {seed}"
+            if args.attention is not None:
+                command += f" --attention {shlex.quote(args.attention)}"
             status[part], found = _run(part, shlex.split(command), folder / f"{part}.json", left)
             if found is not None:
                 parts[part] = found
@@ -114,7 +141,8 @@ def _main(args: argparse.Namespace) -> int:
                     path = report.output_path(args, "serve", kind, date)
             report.write_json(path, document)
     if args.shapes == "full" and parts:
-        print(section("Targets", table(("", "release", "best", "measured"), judge(parts))))
+        judged = judge(parts, kind)
+        print(section("Targets", table(("", "release", "best", "measured"), judged)))
     report.write_json(path, document)
     print("\n".join(f"{part}: {what}" for part, what in status.items()))
     return cli.ERROR if any(what.startswith("failed") for what in status.values()) else cli.OK

@@ -53,7 +53,7 @@ def _main(args: argparse.Namespace) -> int:
     name = f"an {args.device.upper()}, predicted"
     for part, one in found.items():
         print(section(f"Serving on {name}: {part}", summary.table(one["mode"], one["rows"])))
-    if targets := judge(found):
+    if targets := judge(found, args.device.upper()):
         figures = table(("figure", "release", "best", "predicted"), targets)
         print(section(f"Targets of serving on {name}", figures))
     report.write_json(args.output, {"benchmark": "predict"} | report.environment(0) | facts)

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import re
+import shlex
 import shutil
 import subprocess
 import tarfile
@@ -9,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import short_run
+from benchmarks import serve, short_run, train_variants
+from benchmarks.serve_targets import TARGETS, judge, missed
 from swiftkv_jax.infer.bench import options as bench_options
 
 ROOT = Path(__file__).parents[2]
@@ -109,11 +112,44 @@ def test_a_plan_that_is_none(tmp_path, capsys):
 
 
 def test_measurements_of_a_quarter_of_an_hour(tmp_path):
-    """Their options are those of `infer bench`."""
+    """Each step is of a benchmark, writes its JSON, and names something that the benchmark has."""
     for step in short_run.read_plan(ROOT / "benchmarks/quarter_hour.toml", tmp_path):
-        parser = argparse.ArgumentParser()
-        bench_options.add_arguments(parser)
-        flags = step.command[step.command.index("bench") + 1 :]
-        parsed = bench_options.BenchOptions.from_args(parser.parse_args(flags))
-        _, cells = bench_options.plan(parsed)
-        assert cells and parsed.output is not None
+        _, dash, module, *flags = step.command
+        assert dash == "-m" and Path(flags[flags.index("--output") + 1]).parent == tmp_path
+        pattern = flags[flags.index("--only") + 1] if "--only" in flags else ""
+        if module == "benchmarks.serve":
+            assert len(serve.select(serve.FULL | serve.W8A8, pattern)) == 1
+        elif module == "benchmarks.train_step":
+            names = [variant.name for variant in train_variants.SIZES["full"].variants]
+            assert len([name for name in names if re.search(pattern, name)]) == 1
+        else:
+            assert module == "benchmarks.http_load"
+
+
+@pytest.mark.parametrize("part", serve.FULL | serve.W8A8)
+def test_parts_of_serving(part):
+    """Their options are those of `infer bench`, and targets name cells that they measure."""
+    parser = argparse.ArgumentParser()
+    bench_options.add_arguments(parser)
+    flags = shlex.split((serve.FULL | serve.W8A8)[part])
+    _, cells = bench_options.plan(bench_options.BenchOptions.from_args(parser.parse_args(flags)))
+    measured = {(cell.input_len, cell.prompts) for cell in cells}
+    targets = {target for each in TARGETS.values() for target in each if target.part == part}
+    assert {(target.input_len, target.prompts) for target in targets} <= measured
+
+
+def test_targets_are_those_of_the_device():
+    """What a student gains is judged by the ratio of operations; each part here has a target."""
+    row = {"speed_up": 1.86, "teacher_flops_over_own": 1.877, "tokens_per_s": 5_000.0}
+    cell = {"input_len": 2048, "prompts": 64}
+    part = {"rows": [{"variant": "swiftkv", "label": "2k", "cell": cell} | row]}
+    kind = "NVIDIA H200"
+    assert missed({"decode-2k": part}, kind) == ["decode-2k, 2k: tokens/s"]
+    assert missed({"decode-2k": part}, "NVIDIA H100 80GB HBM3") == []
+    row = part["rows"][0] | {"cell": {"input_len": 32768, "prompts": 1}, "ttft": 0.7}
+    (ratio, ttft) = judge({"prefill": {"rows": [row]}}, kind)
+    assert ratio[1:] == ("≥ 0.950", "≥ 0.980", "0.991") and ttft[3] == "700"
+    assert {target.part for each in TARGETS.values() for target in each} <= {
+        *serve.FULL,
+        *serve.W8A8,
+    }
