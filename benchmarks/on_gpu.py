@@ -38,8 +38,8 @@ def on_h100() -> str:
         "Serving: Llama-3.1-8B with random weights, K = 16, bfloat16; "
         "`python -m benchmarks.serve`.",
         table(("", "SwiftKV", "teacher"), _serving(parts)),
-        f"Of {len(judge(parts, kind))} figures that a release requires of an H100 these are missed: "
-        f"{'; '.join(missed(parts, kind)) or 'none'}. Latency under load was not measured.",
+        f"Of {len(judge(parts, kind))} figures that a release requires of an H100, these are "
+        f"missed: {'; '.join(missed(parts, kind)) or 'none'}. Latency under load was not measured.",
         *_later(parts),
         *_attention(kernels),
         _checked(all_of(f"check-kernels-{ON_H100}")),
