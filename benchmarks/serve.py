@@ -141,7 +141,7 @@ def _main(args: argparse.Namespace) -> int:
                     path = report.output_path(args, "serve", kind, date)
             report.write_json(path, document)
     if args.shapes == "full" and parts:
-        judged = judge(parts, kind)
+        judged = judge(parts, document["device"]["kind"])
         print(section("Targets", table(("", "release", "best", "measured"), judged)))
     report.write_json(path, document)
     print("\n".join(f"{part}: {what}" for part, what in status.items()))
