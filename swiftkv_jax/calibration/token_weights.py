@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from ..model.mesh import MODEL, dp_size
+from ..model.mesh import num_devices
 
 MAX_WEIGHT = 1000.0
 """The largest weight of a token, in medians of its row and layer. Where queries attend to the
@@ -117,8 +117,7 @@ def fold_queries(
     and whether it is `real`, bool[B, C]. Chunks are such that one array of scores has
     `PROBABILITIES_PER_CHUNK` entries."""
     rows, length, heads, _ = queries[0].shape
-    shards = dp_size(mesh) * (1 if mesh is None else mesh.shape[MODEL])
-    entries = -(-rows * heads * length // shards)  # of one query position, on a device
+    entries = -(-rows * heads * length // num_devices(mesh))  # of one query position, on a device
     chunk = max(1, min(length, PROBABILITIES_PER_CHUNK // entries))
     chunks = -(-length // chunk)
     padding = chunks * chunk - length

@@ -106,6 +106,11 @@ def row_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in (DATA, FSDP) if axis in mesh.shape)
 
 
+def num_devices(mesh: Mesh | None) -> int:
+    """Number of devices of a mesh; 1 without one."""
+    return 1 if mesh is None else mesh.size
+
+
 def dp_size(mesh: Mesh | None) -> int:
     """Number of devices that the rows of a batch are split over; 1 without a mesh."""
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in row_axes(mesh))

@@ -67,6 +67,12 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
 
 
+def replicate[Tree](mesh: Mesh | None, tree: Tree) -> Tree:
+    """`tree` on every device of the mesh, so that each process can read it; as it is without
+    one."""
+    return tree if mesh is None else jax.lax.with_sharding_constraint(tree, replicated(mesh))
+
+
 def all_gather_fsdp[Tree: Block | QKV | SwiftKV | PromptMLP](
     mesh: Mesh | None, weights: Tree, *, layer: bool
 ) -> Tree:

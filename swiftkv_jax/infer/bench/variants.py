@@ -20,7 +20,7 @@ from ...errors import OutOfMemoryError, UsageError
 from ...model.cache import cache_dtype
 from ...model.config import Config
 from ...model.cut import choose_cut, choose_generated_kv
-from ...model.mesh import MODEL, dp_size
+from ...model.mesh import dp_size, num_devices
 from ...model.model import Model, add_swiftkv, default_dtype
 from ...model.quantization import Format, Scheme, scheme_for
 from ...plan.hardware import GIB
@@ -58,7 +58,7 @@ class Source:
 
     @property
     def devices(self) -> int:
-        return 1 if self.mesh is None else self.mesh.size
+        return num_devices(self.mesh)
 
     def check_memory(
         self, names: Sequence[str], mode: Mode, cells: Sequence[Cell], options: EngineOptions
@@ -92,10 +92,11 @@ class Source:
         """Bytes on one device of the weights, and of the cache that the largest cell fills."""
         config = with_kv_head_copies(self.config, self.mesh)
         shapes = weight_shapes(config, name == STUDENT, self.dtype, self.quantization)
-        split = 1 if self.mesh is None else self.mesh.shape[MODEL]
         served = served_config(self.config, name == STUDENT, mesh=self.mesh)
         layout = Layout(served, cache_dtype(options.kv_cache_dtype, self.dtype), self.mesh)
-        rows = -(-options.max_num_seqs // dp_size(self.mesh))
+        shards = dp_size(self.mesh)
+        split = self.devices // shards
+        rows = -(-options.max_num_seqs // shards)
         pages = num_pages(cells, rows, options.page_size)
         return num_bytes(shapes) // split, pages * layout.page_bytes(options.page_size)
 

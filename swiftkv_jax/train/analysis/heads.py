@@ -30,7 +30,7 @@ from ...model.sharding import (
     all_gather_fsdp,
     all_gather_vocabulary,
     constrain_activations,
-    replicated,
+    replicate,
 )
 
 PREVIOUS_TOKEN = 0.5
@@ -106,9 +106,7 @@ def _scores(
     x = embed(config, all_gather_vocabulary(mesh, llama.embed), tokens)
     x = constrain_activations(mesh, x)
     _, found = jax.lax.scan(step, x, (llama.lower, llama.lower_qkv, kinds))
-    if mesh is not None:
-        found = jax.lax.with_sharding_constraint(found, (replicated(mesh),) * 2)
-    return found
+    return replicate(mesh, found)
 
 
 def _shares(config: Config, q, k, window, period: int):

@@ -26,7 +26,7 @@ from ...model.sharding import (
     all_gather_fsdp,
     all_gather_vocabulary,
     constrain_activations,
-    replicated,
+    replicate,
 )
 from ..loss.distill import chunk_length, nll, same_first, split_chunks
 from ..loss.divergence import divergence_and_gradient
@@ -99,11 +99,7 @@ def cosine_sums(
 
     states = jnp.concatenate([unit(inputs), unit(last)[None]])
     sums = jnp.einsum("iBTD,jBTD->ij", states, states, preferred_element_type=jnp.float32)
-    return (
-        sums
-        if attention.mesh is None
-        else jax.lax.with_sharding_constraint(sums, replicated(attention.mesh))
-    )
+    return replicate(attention.mesh, sums)
 
 
 def boundary_states(
@@ -245,8 +241,7 @@ def cut_sums(
     targets = jnp.roll(batch.tokens, -1, axis=1)
     masks = jnp.stack([batch.loss_mask, far], -1)
     parts = (student, last[:, first:], targets[:, first:], masks[:, first:])
-    sums = _row_sums(config, mesh, llama, *parts), explained
-    return sums if mesh is None else jax.lax.with_sharding_constraint(sums, replicated(mesh))
+    return replicate(mesh, (_row_sums(config, mesh, llama, *parts), explained))
 
 
 def _add_explained(
