@@ -5,7 +5,6 @@ Texts are split, marked, truncated and windowed by the harness's rules.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import logging
 import math
@@ -15,6 +14,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from ..errors import DataError, UsageError
+from ..infer.commands.score import Scores
 from ..infer.engine.engine import Engine
 from ..infer.engine.requests import Request, RequestOutput, ScoreRequest
 from ..infer.text import TextStream, check_unicode, encode_pair, first_token
@@ -222,22 +222,18 @@ class TextModel:
         self, requests: Iterable[ScoreRequest], count: int, what: str
     ) -> list[tuple[float, bool]]:
         found: list[tuple[float, bool]] = [(math.nan, False)] * count
-        targets = dict[int, list[int]]()
-        parts = collections.defaultdict[int, list[RequestOutput]](list)
+        running = dict[int, Scores]()
 
         def update(number: int, output: RequestOutput) -> bool:
-            parts[number].append(output)
-            if output.finish_reason is None:
+            if running[number].update(output):
                 return False
-            outputs = parts.pop(number)
-            logprob = math.fsum(entry.logprob for part in outputs for entry in part.logprobs or ())
-            likeliest = [token for part in outputs for token in part.token_ids]
-            found[number] = logprob, likeliest == targets.pop(number)
+            scores = running.pop(number)
+            found[number] = scores.logprob, scores.is_greedy
             return True
 
         def noted() -> Iterator[ScoreRequest]:
             for number, request in enumerate(requests):
-                targets[number] = list(request.tokens[request.start :])
+                running[number] = Scores(request)
                 yield request
 
         self._run(noted(), count, update, what)

@@ -60,9 +60,7 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError("`kv_events_config` has no events without `enable_prefix_caching`")
     sampling = given(SamplingParams, args)
     SamplingParams(**sampling)
-    template = None
-    if command.chat_template is not None:
-        template = chat_template_text(command.chat_template)
+    template = chat_template_text(command.chat_template)
     from ..checkpoints.auxiliary import has_tokenizer
     from ..checkpoints.tokenizer import has_chat_template
     from . import processes, server  # after the look for their packages
@@ -71,8 +69,7 @@ def main(args: argparse.Namespace) -> int:
         model = read_model(model_options, mesh)
         defaults = {"temperature": 1.0} | checkpoint_params(model) | sampling
         tokenizer = model.tokenizer
-        if template is not None:
-            set_chat_template(tokenizer, template, str(command.chat_template))
+        set_chat_template(tokenizer, template, command.chat_template)
         facts = model_facts(model, mesh, model.uses_swiftkv(model_options.uses_swiftkv))
         report("compiling")
         compiler = None

@@ -73,8 +73,9 @@ class Row:
 
     def fail(self, error: Exception) -> None:
         """Record why the row failed: in the words of rows, whose fields are not flags."""
-        text = spelled(str(error), str) if self.where else str(error)
-        self.error = f"{self.where}: {text} (id {self.id!r})" if self.where else text
+        self.error = str(error)
+        if self.where:
+            self.error = f"{self.where}: {spelled(self.error, str)} (id {self.id!r})"
 
     def to_json(self) -> dict[str, Any]:
         if self.error is not None:
@@ -126,9 +127,9 @@ def read_rows(path: Path, build: RequestBuilder, *, skip: int = 0) -> Iterator[R
 
 def _pop_id(fields: dict[str, Any]) -> str | int | None:
     ids = [fields.pop(name) for name in ("id", "custom_id") if name in fields]
-    if len(ids) > 1 or (ids and type(ids[0]) not in (str, int)):
+    if len(ids) > 1 or not {str, int}.issuperset(map(type, ids)):
         raise UsageError("id, or custom_id, must be a string or a whole number")
-    return ids[0] if ids else None
+    return next(iter(ids), None)
 
 
 def run_rows(engine: Engine, rows: Iterable[Row], writer: RowWriter, *, in_flight: int) -> None:

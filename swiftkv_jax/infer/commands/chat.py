@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> int:
     file = command.chat_template
     if file is None and model_options.model is None:
         file = Path(PACKAGED_TEMPLATE)  # the demo model has none
-    template = None if file is None else chat_template_text(file)
+    template = chat_template_text(file)
     _check_can_chat(open_model(model_options).auxiliary_files, template)
     model, mesh = load_model(model_options)
     if jax.process_count() > 1:
@@ -60,8 +60,7 @@ def main(args: argparse.Namespace) -> int:
         )
     params = sampling_params(sampling_fields, model)
     tokenizer = model.tokenizer
-    if template is not None:
-        set_chat_template(tokenizer, template, str(file))
+    set_chat_template(tokenizer, template, file)
     encode_chat(tokenizer, [{"role": "user", "content": ""}])  # needs a template that works
     longest = min(MAX_MODEL_LEN, model.config.max_position_embeddings)
     defaults: dict[str, Any] = {

@@ -23,8 +23,11 @@ chat_template = functools.partial(
 )
 
 
-def chat_template_text(file: Path) -> str:
-    """Read the template in `file`, or the packaged one. Raises `UsageError`."""
+def chat_template_text(file: Path | None) -> str | None:
+    """Read the template in `file`, or the packaged one; None stands for the checkpoint's. Raises
+    `UsageError`."""
+    if file is None:
+        return None
     try:
         if str(file) == PACKAGED_TEMPLATE and not file.exists():
             return resources.files(__package__).joinpath("plain.jinja").read_text("utf-8")
@@ -33,9 +36,11 @@ def chat_template_text(file: Path) -> str:
         raise UsageError(f"`chat_template`={file}: {reason_of(error)}") from None
 
 
-def set_chat_template(tokenizer: Any, template: str, name: str) -> None:
-    """Let `tokenizer` use `template`, which errors call `name`. Raises `UsageError` for one that
-    cannot render a message of a user."""
+def set_chat_template(tokenizer: Any, template: str | None, name: object) -> None:
+    """Let `tokenizer` use `template`, which errors call `name`, in the place of the checkpoint's;
+    None leaves that. Raises `UsageError` for one that cannot render a message of a user."""
+    if template is None:
+        return
     if tokenizer is None:
         raise UsageError(f"`chat_template`={name}: this checkpoint has no tokenizer")
     tokenizer.chat_template = template

@@ -62,15 +62,14 @@ def main(args: argparse.Namespace) -> int:
     command.check(model_options.model)
     if "logprobs" in sampling_fields and command.input is None and command.output is None:
         raise UsageError("`logprobs` goes with `output` or `input`: text has no place for them")
-    scanned = scan(command.input) if command.input is not None else None
-    template = None
-    if command.chat_template is not None:
-        template = chat_template_text(command.chat_template)
+    scanned = None
+    if command.input is not None:
+        scanned = command.input, *scan(command.input)
+    template = chat_template_text(command.chat_template)
     file = open_output(command.output, resume=command.resume)
 
     model, mesh = load_model(model_options)
-    if template is not None:
-        set_chat_template(model.tokenizer, template, str(command.chat_template))
+    set_chat_template(model.tokenizer, template, command.chat_template)
     if command.is_demo:
         sampling_fields = DEMO_SAMPLING | sampling_fields
     params = sampling_params(sampling_fields, model)
@@ -83,9 +82,9 @@ def main(args: argparse.Namespace) -> int:
         config = model.config.at_length(model.config.max_position_embeddings)
         model = dataclasses.replace(model, config=config)
     reader = PromptReader(model.tokenizer, params)
-    if scanned is not None and command.input is not None:
+    if scanned is not None:
         options = EngineOptions(max_prefill_chunks=OFFLINE_PREFILL_CHUNKS, **engine_fields)
-        work = _file_workload(command.input, reader, model, options, *scanned)
+        work = _file_workload(reader, model, options, *scanned)
     else:
         stream = command.stream and file is None
         work = _prompt_workload(command.read(), reader, model, engine_fields, stream=stream)
@@ -124,10 +123,10 @@ def _texts(row: Row) -> list[str]:
 
 
 def _file_workload(
-    path: Path,
     reader: PromptReader,
     model: Model,
     options: EngineOptions,
+    path: Path,
     num_rows: int,
     digest: str,
 ) -> Workload:

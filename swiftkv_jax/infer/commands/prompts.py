@@ -127,4 +127,6 @@ def _chat_logprobs(fields: dict[str, Any]) -> dict[str, Any]:
     rest = {
         name: value for name, value in fields.items() if name not in ("logprobs", "top_logprobs")
     }
-    return rest | {"logprobs": (fields.get("top_logprobs") or 0) if fields["logprobs"] else None}
+    if not fields["logprobs"]:
+        return rest | {"logprobs": None}
+    return rest | {"logprobs": fields.get("top_logprobs") or 0}

@@ -33,7 +33,8 @@ class Scores:
     """Result of a row."""
 
     def __init__(self, request: ScoreRequest):
-        self._tokens, self.tokens = list(request.tokens[request.start :]), len(request.tokens)
+        self._tokens = list(request.tokens[request.start :])
+        self.tokens = len(request.tokens)
         self._logprobs: list[float] = []
         self._likeliest: list[int] = []
         self.done = False
@@ -49,15 +50,24 @@ class Scores:
         self.timing = output.timing
         return not self.done
 
+    @property
+    def logprob(self) -> float:
+        """The log-probability of all scored tokens together."""
+        return math.fsum(self._logprobs)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether each scored token is the likeliest at its place."""
+        return self._likeliest == self._tokens
+
     def to_json(self) -> dict[str, Any]:
-        total = math.fsum(self._logprobs)
-        result = {
-            "logprob": total,
+        return {
+            "logprob": self.logprob,
             "tokens": self._tokens,
             "logprobs": self._logprobs,
-            "is_greedy": self._likeliest == self._tokens,
+            "is_greedy": self.is_greedy,
+            "perplexity": perplexity(self.logprob, len(self._logprobs)),
         }
-        return result | {"perplexity": perplexity(total, len(self._logprobs))}
 
 
 def perplexity(logprob: float, tokens: int) -> float | None:

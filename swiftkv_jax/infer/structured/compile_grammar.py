@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING
 
 from ...errors import UsageError
@@ -33,16 +32,15 @@ class TokenizerDescription:
     """The JSON of the package tokenizers."""
     vocab_size: int
     """The model's."""
-    eos_token_ids: Sequence[int] | None
+    eos_token_ids: list[int] | None
     """None are the tokenizer's."""
 
     def make(self) -> LLTokenizer:
         """Takes about a second for a vocabulary of 128k. Raises `ValueError`."""
         from llguidance import LLTokenizer
 
-        ids = None if self.eos_token_ids is None else list(self.eos_token_ids)
         text = grammar_tokenizer(self.text)
-        return LLTokenizer(text, n_vocab=self.vocab_size, eos_token=ids)
+        return LLTokenizer(text, n_vocab=self.vocab_size, eos_token=self.eos_token_ids)
 
     def write(self, file: IO[str]) -> None:
         json.dump(dataclasses.asdict(self), file)

@@ -10,7 +10,7 @@ import decimal
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ...errors import UsageError
@@ -80,8 +80,14 @@ def read_schema(schema: str | bool | Mapping[str, Any] | None) -> Mapping[str, A
 
 def _inside(value: Any) -> list[Any]:
     """Objects and lists within one."""
-    inside = value.values() if isinstance(value, Mapping) else value
-    return [each for each in inside if isinstance(each, Mapping | list)]
+    return [each for each in _parts(value) if isinstance(each, Mapping | list)]
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """The values in an object or a list; none in anything else."""
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def _prepared(schema: Any, multiples: list[Any]) -> Any:
@@ -173,12 +179,7 @@ def _check_literal(keyword: str, value: Any) -> None:
         for one in level:
             if type(one) in (int, float) and not _is_exact_literal(one):
                 raise _inexact(keyword, one, "a text instead")
-        nested = [
-            one.values() if isinstance(one, Mapping) else one
-            for one in level
-            if isinstance(one, Mapping | list)
-        ]
-        level = [each for one in nested for each in one]
+        level = [each for one in level for each in _parts(one)]
 
 
 def _check_limits(schema: Mapping[str, Any]) -> None:

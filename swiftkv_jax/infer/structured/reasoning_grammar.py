@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -69,8 +70,7 @@ class ReasoningGrammar:
 
     def copy(self) -> Self:
         """A copy in the same state."""
-        made = object.__new__(type(self))
-        made.__dict__ |= self.__dict__
+        made = copy.copy(self)
         made.grammar = self.grammar.copy()
         return made
 

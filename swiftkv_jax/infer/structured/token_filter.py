@@ -3,6 +3,7 @@ vLLM. Imports no JAX."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -57,8 +58,7 @@ class TokenFilter:
 
     def copy(self) -> Self:
         """A copy in the same state."""
-        made = object.__new__(type(self))
-        made.__dict__ |= self.__dict__
+        made = copy.copy(self)
         if self.grammar is not None:
             made.grammar = self.grammar.copy()
         return made
