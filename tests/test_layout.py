@@ -171,7 +171,7 @@ class TestFloors:
         assert sorted(modules) == sorted(name for floor in floors for name in floor)
 
 
-def test_only_attention_and_experts_call_the_kernels():
+def test_three_modules_of_the_model_call_the_kernels():
     """Everything else runs through them, and so on any mesh; the check compares kernels."""
     for path in FILES:
         names = of_package(imports(path), "pallas_kernels") - {
@@ -181,7 +181,7 @@ def test_only_attention_and_experts_call_the_kernels():
         }
         assert (
             not names
-            or module_name(path) in ("model.attention", "model.experts")
+            or module_name(path) in ("model.attention", "model.experts", "model.quantization")
             or path in files_of("pallas_kernels") + files_of("kernel_check")
         ), f"{path} imports {names}"
 

@@ -29,7 +29,9 @@ from swiftkv_jax.model.quantization import (
 )
 from swiftkv_jax.model.sharding import llama_shardings, swiftkv_shardings
 from swiftkv_jax.model.stacks import split_layers
+from swiftkv_jax.pallas_kernels import fp8_product
 from tests import tiny
+from tests.pallas_kernels.interpreted import device_of
 
 FP8, INT8, NATIVE = Scheme("fp8"), Scheme("int8"), Scheme("fp8", "native")
 AUTO = Scheme("fp8", "auto")
@@ -177,6 +179,17 @@ def test_product_in_half_precision(name, dtype):
     found = product("BTD,FD->BTF", x, weight)
     assert found.dtype == dtype
     np.testing.assert_allclose(np.asarray(found, np.float32), 40.96, rtol=2**-7)
+
+
+def test_product_by_a_kernel(monkeypatch):
+    monkeypatch.setattr(fp8_product, "FROM_ROWS", 128)
+    x, weight = random((2, 64, 128)), quantize(random((2, 1, 2, 64, 128)), 1, AUTO)
+    expected = product("BTD,PJKHD->PBTJKH", x.astype(jnp.bfloat16), weight)
+    weight = dataclasses.replace(weight, scheme=dataclasses.replace(AUTO, kernels="hopper"))
+    with device_of("hopper"):
+        found = product("BTD,PJKHD->PBTJKH", x.astype(jnp.bfloat16), weight)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(*(np.float32(out) for out in (found, expected)), rtol=2**-7)
 
 
 def test_plain_matrices_multiply_as_ever():

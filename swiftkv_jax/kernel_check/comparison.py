@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..pallas_kernels import grouped_product, selfcheck
+from ..pallas_kernels import fp8_product, grouped_product, selfcheck
 from ..pallas_kernels.selfcheck import RUNS, TOLERANCE, Comparison, difference
 from .configurations import POSITIONS, KernelConfig, case_of
 from .verdicts import Verdict
@@ -24,6 +24,8 @@ def compare(
     `selfcheck.compare` with its `options`. Needs some hundred MB of device memory."""
     if config.op == "experts":
         return compare_experts(config, implementation, options.get("runs", RUNS))
+    if config.op == "fp8_product":
+        return compare_fp8_products(config, implementation, options.get("runs", RUNS))
     return selfcheck.compare(case_of(config, positions), implementation, **options)
 
 
@@ -81,6 +83,35 @@ def compare_experts(config: KernelConfig, implementation: Any, runs: int = RUNS)
                 found.append(out[:-1])
         return found
 
+    tolerance = TOLERANCE[config.dtype]
+    tolerated = [tolerance + tolerance / 2 * np.abs(one) for one in expected]
+    return difference((call(*operands) for _ in range(runs)), expected, tolerated)
+
+
+def compare_fp8_products(config: KernelConfig, implementation: str, runs: int = RUNS) -> Comparison:
+    """The same for products of 256 rows with FP8 matrices of the model's widths, up and down."""
+    rng = np.random.default_rng(0)
+    dtype = jnp.dtype(config.dtype)
+    operands = []
+    expected = []
+    for inputs, outputs in (
+        (config.embed_dim, config.mlp_dim),
+        (config.mlp_dim, config.embed_dim),
+    ):
+        x, weight = (
+            (60 * rng.standard_normal((rows, inputs), np.float32)).astype(jnp.float8_e4m3fn)
+            for rows in (256, outputs)
+        )
+        scales = rng.uniform(0.5, 2.0, 256), rng.uniform(0.5, 2.0, outputs) / (3600 * inputs**0.5)
+        of_rows, of_outputs = (scale.astype(np.float32) for scale in scales)
+        sums = x.astype(np.float32) @ weight.astype(np.float32).T
+        expected.append(sums * of_rows[:, None] * of_outputs)
+        operands.append((x, weight, of_rows, of_outputs))
+
+    def call(*operands):
+        return [fp8_product.fp8_product(*one, dtype, implementation) for one in operands]
+
+    operands = jax.tree.map(jnp.asarray, operands)
     tolerance = TOLERANCE[config.dtype]
     tolerated = [tolerance + tolerance / 2 * np.abs(one) for one in expected]
     return difference((call(*operands) for _ in range(runs)), expected, tolerated)

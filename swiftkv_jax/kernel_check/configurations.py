@@ -15,6 +15,7 @@ from ..model.mesh import MODEL
 from ..pallas_kernels import choose
 from ..pallas_kernels.choice import Choice, choose_experts
 from ..pallas_kernels.device import HEAD_DIMS, Device
+from ..pallas_kernels.fp8_product import FROM_ROWS, choose_fp8_product
 from ..pallas_kernels.selfcheck import Case, Row
 
 PAGE_SIZE = 128
@@ -35,8 +36,8 @@ DTYPES = {
 class KernelConfig:
     """Properties for which a kernel is compiled, but for the sizes of the batch."""
 
-    op: Literal["prefill", "decode", "gradient", "experts"]
-    """Attention, or the products of experts, which have widths and no heads."""
+    op: Literal["prefill", "decode", "gradient", "experts", "fp8_product"]
+    """Attention, or the products of experts or FP8 matrices, which have widths and no heads."""
     head_dim: int
     queries_per_kv_head: int
     dtype: str
@@ -53,13 +54,13 @@ class KernelConfig:
     """Whether attention is to a part of the keys: the log-sum-exp is returned, and prefill takes
     `kv_lengths`."""
     embed_dim: int = 0
-    """Width of the model and of an expert's MLP."""
+    """Width of the model and of its, or an expert's, MLP."""
     mlp_dim: int = 0
 
     @property
     def description(self) -> str:
         """All but the op, for people."""
-        if self.op == "experts":
+        if self.op in ("experts", "fp8_product"):
             return f"width {self.embed_dim}, MLP {self.mlp_dim}, {self.dtype}"
         heads = f"{self.queries_per_kv_head} queries per key/value head"
         words = [f"head dim {self.head_dim}", heads, self.dtype]
@@ -80,29 +81,37 @@ def serving_configs(
     cache_dtype: Any,
     page_size: int,
     mesh: Mesh | None = None,
+    *,
+    fp8_products: bool = False,
 ) -> list[KernelConfig]:
-    """Return the configurations that an engine needs for a model with weights of `dtype`. Upper
-    layers with two caches attend to each in parts."""
+    """Return the configurations that an engine needs for a model with weights of `dtype`, with
+    `fp8_products` also of float8 by float8. Upper layers with two caches attend to each in
+    parts."""
     kinds: list[dict[str, Any]] = [{"windowed": windowed} for windowed in _windowed(config)]
     if config.has_two_caches:
         kinds.append({"parts": True})  # these layers have no windows
-    return [
+    found = [
         _of(op, config, dtype, cache_dtype, mesh, page_size=page_size, **kind)
         for kind in kinds
         for op in ("prefill", "decode")
     ] + _experts(config, dtype)
+    if fp8_products:
+        name = jnp.dtype(dtype).name
+        found.append(_product("fp8_product", name, config.embed_dim, config.mlp_dim))
+    return found
 
 
 def model_configs(config: Config, implementation: str) -> list[KernelConfig]:
     """Return the configurations that a model needs on one device: for serving with every cache
-    format, and for training."""
+    format, in FP8 too, and for training."""
     dtype = DTYPES[implementation][0]
     serving = [
         one
         for cache_dtype in (dtype, *EIGHT_BITS)
         for one in serving_configs(config, dtype, cache_dtype, PAGE_SIZE)
     ]
-    return serving + training_configs(config, dtype)
+    fp8 = _product("fp8_product", dtype, config.embed_dim, config.mlp_dim)
+    return [*serving, *training_configs(config, dtype), fp8]
 
 
 def training_configs(config: Config, dtype: Any, mesh: Mesh | None = None) -> list[KernelConfig]:
@@ -118,7 +127,7 @@ def forward_configs(config: Config, dtype: Any, mesh: Mesh | None = None) -> lis
 def standard_configs(implementation: str) -> list[KernelConfig]:
     """Every head dim with every cache format, one and several queries per key/value head, whole
     rows with and without documents, and their gradients; windows and parts at one head dim; experts
-    of Qwen3-30B-A3B's widths."""
+    and FP8 products of Qwen3-30B-A3B's widths."""
     dtype, other = DTYPES[implementation]
     caches = (dtype, *EIGHT_BITS)
     found = []
@@ -132,7 +141,8 @@ def standard_configs(implementation: str) -> list[KernelConfig]:
     found += _pages(128, 4, dtype, caches, windowed=True)
     found += _rows(128, dtype, windowed=True)
     found += _pages(128, 4, dtype, caches, parts=True)
-    found.append(KernelConfig("experts", 0, 0, dtype, dtype, embed_dim=2048, mlp_dim=768))
+    found.append(_product("experts", dtype, 2048, 768))
+    found.append(_product("fp8_product", dtype, 2048, 768))
     return found
 
 
@@ -169,9 +179,13 @@ def _experts(config: Config, dtype: Any) -> list[KernelConfig]:
     """The products of a mixture of experts; nothing for other models."""
     if not config.num_experts:
         return []
-    name = jnp.dtype(dtype).name
-    widths = (config.embed_dim, config.mlp_dim)
-    return [KernelConfig("experts", 0, 0, name, name, embed_dim=widths[0], mlp_dim=widths[1])]
+    return [_product("experts", jnp.dtype(dtype).name, config.embed_dim, config.mlp_dim)]
+
+
+def _product(
+    op: Literal["experts", "fp8_product"], dtype: str, embed_dim: int, mlp_dim: int
+) -> KernelConfig:
+    return KernelConfig(op, 0, 0, dtype, dtype, embed_dim=embed_dim, mlp_dim=mlp_dim)
 
 
 def _windowed(config: Config) -> list[bool]:
@@ -264,6 +278,13 @@ def case_of(config: KernelConfig, positions: int = POSITIONS) -> Case:
 def choose_for(config: KernelConfig, device: Device) -> Choice:
     """The implementation that runs `config` on `device` where none is named, and why that is not
     the device's kernels."""
+    widths = config.embed_dim, config.mlp_dim
     if config.op == "experts":
-        return choose_experts(device, (config.embed_dim, config.mlp_dim), config.dtype)
+        return choose_experts(device, widths, config.dtype)
+    if config.op == "fp8_product":
+        choices = [
+            choose_fp8_product(device.kernels, FROM_ROWS, inputs, outputs, config.dtype)
+            for inputs, outputs in (widths, widths[::-1])
+        ]
+        return next((choice for choice in choices if choice.reason), choices[0])
     return choose(device, case_of(config).spec)

@@ -19,6 +19,8 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from ..errors import UsageError
+from ..pallas_kernels.device import Device
+from ..pallas_kernels.fp8_product import choose_fp8_product, fp8_product
 from .params import Llama, Param, SwiftKV, map_params
 
 Format = Literal["fp8", "int8"]
@@ -57,6 +59,9 @@ class Scheme:
 
     format: Format
     arithmetic: Arithmetic = "widen"
+    kernels: str | None = None
+    """The device's kernels (`Device.kernels`), which run products of float8 by float8 where they
+    take them; None runs all through XLA, as on several devices."""
 
     def __post_init__(self):
         if self.format not in FORMATS:
@@ -137,24 +142,36 @@ def product(spec: str, x: Float[Array, "*x"], weight: Array | Quantized) -> Floa
     inputs, _, out = spec.partition("->")
     of_x, of_weight = inputs.split(",")
     outputs = of_weight[: weight.scale.ndim]
-    if weight.scheme.arithmetic == "auto" and x.size == math.prod(
-        weight.values.shape[len(outputs) :]
-    ):
+    num_inputs = math.prod(weight.values.shape[len(outputs) :])
+    if weight.scheme.arithmetic == "auto" and x.size == num_inputs:
         return _spread(_row_product(x, weight), outputs, out).astype(x.dtype)
-    scale = _spread(weight.scale, outputs, out)
     # Without their scale sums may exceed float16. bfloat16 holds them, and is half of what devices
     # exchange.
     multiply = functools.partial(
         jnp.einsum, spec, preferred_element_type=jnp.promote_types(x.dtype, jnp.bfloat16)
     )
+    scale = _spread(weight.scale, outputs, out)
     if weight.scheme.arithmetic == "widen":
-        sums = multiply(x, weight.values.astype(x.dtype))
-    else:
-        summed = tuple(axis for axis, letter in enumerate(of_x) if letter not in out)
-        x_values, x_scale = to_eight_bits(x, summed, weight.scheme.format)
-        scale = scale * _spread(x_scale, [letter for letter in of_x if letter in out], out)
-        sums = multiply(x_values, weight.values)
-    return (sums * scale).astype(x.dtype)
+        return (multiply(x, weight.values.astype(x.dtype)) * scale).astype(x.dtype)
+    summed = tuple(axis for axis, letter in enumerate(of_x) if letter not in out)
+    rows = "".join(letter for letter in of_x if letter in out)
+    x_values, x_scale = to_eight_bits(x, summed, weight.scheme.format)
+    sizes = x_scale.size, num_inputs, weight.scale.size
+    choice = choose_fp8_product(weight.scheme.kernels, *sizes, x.dtype)
+    if choice.implementation != "xla":
+        found = fp8_product(
+            x_values.reshape(-1, num_inputs),
+            weight.values.reshape(-1, num_inputs),
+            x_scale.ravel(),
+            weight.scale.ravel(),
+            x.dtype,
+            choice.implementation,
+        )
+        found = found.reshape(*x_scale.shape, *weight.scale.shape)
+        return jnp.einsum(f"{rows}{outputs}->{out}", found)
+    return (multiply(x_values, weight.values) * (scale * _spread(x_scale, rows, out))).astype(
+        x.dtype
+    )
 
 
 def _row_product(x: Float[Array, "*x"], weight: Quantized) -> Float[Array, "*channels"]:
@@ -199,6 +216,19 @@ def scheme_of(tree: Any) -> Scheme | None:
     """The scheme of the tree's quantised matrices; None if it has none."""
     leaves = jax.tree.leaves(tree, is_leaf=is_quantized)
     return next((leaf.scheme for leaf in leaves if is_quantized(leaf)), None)
+
+
+def with_kernels[Tree](tree: Tree, device: Any) -> Tree:
+    """The tree with the kernels of `device`, a `jax.Device`, for each quantised matrix."""
+    kernels = Device.of(device).kernels
+
+    def leaf(weight):
+        if not is_quantized(weight):
+            return weight
+        scheme = dataclasses.replace(weight.scheme, kernels=kernels)
+        return dataclasses.replace(weight, scheme=scheme)
+
+    return jax.tree.map(leaf, tree, is_leaf=is_quantized)
 
 
 def refuse_quantized(tree: Any, purpose: str) -> None:

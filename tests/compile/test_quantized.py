@@ -23,6 +23,7 @@ MIB = 2**20
 CONFIG = LLAMA_8B.cut(16, 8)
 CASES = {
     "H200 fp8": ("h200:1", Scheme("fp8", "auto")),
+    "H200 fp8 kernels": ("h200:1", Scheme("fp8", "auto", "hopper")),
     "H200 fp8 widened": ("h200:1", Scheme("fp8")),
     "H200 int8": ("h200:1", Scheme("int8")),
     "v6e fp8": ("v6e:2x2", Scheme("fp8")),
@@ -58,6 +59,7 @@ DECODE, PREFILL = (
     [
         *((name, DECODE) for name in CASES),
         ("H200 fp8", PREFILL),
+        ("H200 fp8 kernels", PREFILL),
         ("H200 int8", PREFILL),
         ("v6e int8", PREFILL),
     ],
@@ -67,7 +69,7 @@ def test_no_matrix_is_dequantised_in_memory(name, program):
     weights = weight_shapes(CONFIG, True, jnp.bfloat16, scheme)
     x = jax.ShapeDtypeStruct((rows, length, CONFIG.embed_dim), jnp.bfloat16)
     rope = jax.ShapeDtypeStruct((2, rows, length, CONFIG.head_dim // 2), jnp.float32)
-    compiled, _ = compile_for(
+    compiled, kernels = compile_for(
         topology,
         layer,
         weights.lower[0],
@@ -104,7 +106,10 @@ def test_no_matrix_is_dequantised_in_memory(name, program):
     ]
     dtypes = dict(re.findall(r"%(\S+) = (\w+)\[", text))
     multiplied = [{dtypes[operand] for operand in pair} for pair in operands]
-    assert len(multiplied) >= 4 or "__cublas" in text
+    by_kernels = bool(scheme.kernels) and program is PREFILL
+    assert len(kernels) == (4 if by_kernels else 0)
+    assert not any(kernel.spilled or kernel.warned for kernel in kernels)
+    assert len(multiplied) >= 4 or "__cublas" in text or by_kernels
     if scheme.arithmetic != "widen":  # float8 by float8
         assert all(pair == {"f8e4m3fn"} for pair in multiplied), multiplied
 

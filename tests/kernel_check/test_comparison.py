@@ -11,13 +11,14 @@ import pytest
 from swiftkv_jax import pallas_kernels
 from swiftkv_jax.kernel_check import KernelConfig, configurations
 from swiftkv_jax.kernel_check.comparison import compare, verdict_on
-from swiftkv_jax.pallas_kernels import grouped_product
+from swiftkv_jax.pallas_kernels import fp8_product, grouped_product
 from tests.kernel_check.stand_in import Kernels
 from tests.pallas_kernels.interpreted import device_of
 
 PREFILL = KernelConfig("prefill", 64, 2, "bfloat16", "bfloat16", 32)
 PARTS = dataclasses.replace(PREFILL, parts=True)
 EXPERTS = KernelConfig("experts", 0, 0, "bfloat16", "bfloat16", embed_dim=128, mlp_dim=256)
+FP8_PRODUCT = dataclasses.replace(EXPERTS, op="fp8_product", embed_dim=256)
 
 
 def error(config: KernelConfig, ops: Any = pallas_kernels) -> float:
@@ -30,7 +31,7 @@ def test_the_standard_set_is_right_by_xla():
     configs = configurations.standard_configs("hopper")
     configs = [c for c in configs if c.dtype != "float16" and c.cache_dtype != "float8_e4m3fn"]
     kinds = {(c.op, c.cache_dtype, c.windowed, c.parts): c for c in configs}
-    assert len(kinds) == 15
+    assert len(kinds) == 16
     for config in kinds.values():
         small = dataclasses.replace(config, head_dim=64, page_size=config.page_size and 32)
         small = dataclasses.replace(small, embed_dim=128, mlp_dim=256)
@@ -150,8 +151,18 @@ def test_other_experts_matrices_are_noticed(monkeypatch):
     assert compare(EXPERTS, "xla", runs=1).error > 3
 
 
+def test_other_fp8_scales_are_noticed(monkeypatch):
+    product = fp8_product.fp8_product
+
+    def shifted(x, weight, x_scale, *others):
+        return product(x, weight, jnp.roll(x_scale, 1), *others)
+
+    monkeypatch.setattr(fp8_product, "fp8_product", shifted)
+    assert compare(FP8_PRODUCT, "xla", runs=1).error > 3
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("config", [PREFILL, PARTS, EXPERTS], ids=str)
+@pytest.mark.parametrize("config", [PREFILL, PARTS, EXPERTS, FP8_PRODUCT], ids=str)
 def test_the_hopper_kernels_in_the_interpreter(config):
     small = dataclasses.replace(config, page_size=config.page_size and 64)
     with device_of("hopper"):

@@ -134,12 +134,14 @@ def test_cudnn_is_for_plain_prefill(monkeypatch):
 
 @pytest.mark.parametrize("kernels", ["hopper", "tpu"])
 def test_the_standard_set(kernels):
-    """All of it is for the device: nothing is refused, but experts on a TPU."""
+    """All of it is for the device: nothing is refused, but products on a TPU."""
     configs = standard_configs(kernels)
-    assert len(set(configs)) == len(configs) == 74
+    assert len(set(configs)) == len(configs) == 75
     kind = device("H100" if kernels == "hopper" else "v5e")
     refused = [one for one in configs if choose_for(one, kind).reason]
-    assert [one.op for one in refused] == ([] if kernels == "hopper" else ["experts"])
+    assert [one.op for one in refused] == (
+        [] if kernels == "hopper" else ["experts", "fp8_product"]
+    )
 
 
 def test_experts_are_checked_on_hopper():
@@ -151,7 +153,8 @@ def test_experts_are_checked_on_hopper():
         forward_configs(config, "bfloat16"),
     ):
         assert experts in of_model
-    assert experts not in model_configs(PRESETS["qwen3-8b"], "hopper")
+    of_plain = model_configs(PRESETS["qwen3-8b"], "hopper")
+    assert experts not in of_plain and "fp8_product" in {one.op for one in of_plain}
     assert choose_for(experts, device("H100")).reason is None
     assert choose_for(experts, device("v5e")).reason == "has no kernel for experts"
 

@@ -17,6 +17,7 @@ from ...model.cache import cache_dtype
 from ...model.config import Config
 from ...model.mesh import check_mesh, dp_size, mesh_of
 from ...model.model import Model, check_model
+from ...model.quantization import with_kernels
 from ...pallas_kernels import Implementation
 from ...plan.hardware import hardware_of
 from ..engine.options import EngineOptions
@@ -73,10 +74,17 @@ def build_model_runner(
         device = mesh.local_devices[0]
         model = shard_model(model, mesh)
     layout = Layout(served, dtype, mesh, SingleDeviceSharding(device) if mesh is None else None)
-    configs = serving_configs(served, model.dtype, dtype, options.page_size, mesh)
+    # A kernel in a program for several devices would get whole matrices.
+    fp8_products = model.quantization is not None and model.quantization.arithmetic == "auto"
+    fp8_products = fp8_products and (mesh is None or mesh.size == 1)
+    configs = serving_configs(
+        served, model.dtype, dtype, options.page_size, mesh, fp8_products=fp8_products
+    )
     attention = checked_implementation(attention, configs, device, kernel_check)
     with allocating("the copy of the layers in serving form (`donate` keeps them once)"):
         weights = serve_model(model, served, swiftkv, mesh, donate=donate)
+    if fp8_products and attention in (None, "hopper"):
+        weights = with_kernels(weights, device)
     # A caller that donates drops the model, also what was moved to a mesh and not deleted.
     kept_bytes = 0 if donate else bytes_kept(callers, weights)
     limit = memory_limit(device, options.memory_utilization)
