@@ -134,7 +134,7 @@ def compile_step(size: Size, variant: Variant, mesh: Mesh) -> dict[str, Any]:
     integers, floats = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32))
     batch = Batch(integers, integers, integers, floats)
     compiled = step.lower(
-        state_shapes(config, optimizer), llama_shapes(config, jnp.bfloat16), batch
+        state_shapes(config, optimizer), llama_shapes(config, jnp.bfloat16), batch, False
     )
     return memory_of(compiled, planned_bytes(recipe, config, mesh))[1]
 
@@ -165,8 +165,8 @@ def planned_bytes(recipe: Recipe, config: Config, mesh: Mesh) -> float:
 
 
 def run_step(size: Size, variant: Variant, seed: int, plan: Plan) -> dict[str, Any]:
-    """Time a step and read the device's peak of memory, which counts from the start of this
-    process."""
+    """Time a step that is not logged and read the device's peak of memory, which counts from the
+    start of this process."""
     mesh = make_mesh((1, 1))
     config, recipe, optimizer, step = step_of(size, variant, mesh)
     llama, state = random_weights(config, optimizer, mesh, jax.random.key(seed))
@@ -175,7 +175,7 @@ def run_step(size: Size, variant: Variant, seed: int, plan: Plan) -> dict[str, A
     ]
     before = peak_bytes()
     compiled, found = memory_of(
-        step.lower(state, llama, batches[0]), planned_bytes(recipe, config, mesh)
+        step.lower(state, llama, batches[0], False), planned_bytes(recipe, config, mesh)
     )
     program, losses = chained(compiled, state, llama, batches)
     del state
@@ -216,7 +216,7 @@ def chained(
     def run(repeats: int) -> Run:
         start = time.perf_counter()
         for number in range(repeats):
-            states[0], metrics = compiled(states[0], llama, batches[number % len(batches)])
+            states[0], metrics = compiled(states[0], llama, batches[number % len(batches)], False)
             losses[0] = metrics["loss"]
         queued = time.perf_counter()
         jax.block_until_ready((states[0], losses[0]))

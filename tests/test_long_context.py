@@ -62,6 +62,6 @@ def test_train_step(mesh):
     )
     assert not quadratic(
         step.lower(
-            state_shapes(config, optimizer), llama_shapes(config, jnp.float32), micro_batches
+            state_shapes(config, optimizer), llama_shapes(config, jnp.float32), micro_batches, True
         )
     )

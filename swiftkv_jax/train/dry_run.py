@@ -270,7 +270,7 @@ def lower_step(recipe: Recipe, config: Config, mesh: Any, dtype: jnp.dtype) -> j
     step = make_train_step(config, recipe, optimizer, mesh)
     shape = (recipe.gradient_accumulation_steps, recipe.micro_batch_size, recipe.max_length)
     batch = _batch_shapes(shape, own=config.generated_kv != "boundary")
-    return step.lower(state_shapes(config, optimizer), llama_shapes(config, dtype), batch)
+    return step.lower(state_shapes(config, optimizer), llama_shapes(config, dtype), batch, True)
 
 
 def lower_batch(

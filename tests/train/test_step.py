@@ -64,7 +64,13 @@ def batch(accumulation: int = 1) -> Batch:
     )
 
 
-def step_once(mesh: str = "1x1", accumulation: int = 1, shard_sequence: bool = False, **others):
+def step_once(
+    mesh: str = "1x1",
+    accumulation: int = 1,
+    shard_sequence: bool = False,
+    logged: bool = True,
+    **others,
+):
     """(metrics, Adam's first moment) after one step, as NumPy. The delta itself would show
     rounding: Adam divides by it."""
     settings = recipe(
@@ -85,7 +91,8 @@ def step_once(mesh: str = "1x1", accumulation: int = 1, shard_sequence: bool = F
     )
     state = init_state(CONFIG, optimizer, on, delta)
     micro_batches = jax.device_put(batch(accumulation), micro_batch_sharding(on))
-    state, metrics = make_train_step(CONFIG, settings, optimizer, on)(state, llama, micro_batches)
+    step = make_train_step(CONFIG, settings, optimizer, on)
+    state, metrics = step(state, llama, micro_batches, logged)
     return jax.tree.map(np.asarray, (metrics, optax.tree_utils.tree_get(state.opt_state, "mu")))
 
 
@@ -118,6 +125,15 @@ def test_the_update_does_not_depend_on_how_the_batch_is_divided(
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max()), moment, alone[1]
     )
+
+
+def test_a_step_that_is_not_logged_is_the_same_without_what_is_only_read(alone):
+    """Bit by bit: both are one program."""
+    metrics, moment = step_once(logged=False)
+    for name in ("loss", "logits_loss", "hidden_loss", "grad_norm", "tokens"):
+        assert metrics.pop(name) == alone[0][name], name
+    assert metrics and not any(metrics.values()) and all(alone[0][name] for name in metrics)
+    jax.tree.map(np.testing.assert_array_equal, moment, alone[1])
 
 
 def test_an_average_over_positions_weighs_the_divergence_by_the_share_of_targets(alone):
@@ -153,6 +169,7 @@ def lowered(
         state_shapes(CONFIG, optimizer),
         llama_shapes(CONFIG),
         Batch(integers, integers, integers, floats),
+        True,
     )
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from ...model.attention import DEFAULT, Attention
 from ...model.batch import Batch
@@ -77,13 +77,14 @@ def distill_sums(
     remat: Remat = "none",
     attention: Attention = DEFAULT,
     chunk: int | None = None,
+    metrics: bool | Array = True,
 ) -> Sums:
     """Run teacher and student on one batch. The fields of `batch` are B T; its `own` tokens keep
     upper keys and values of their own.
 
     The delta may be wider than the frozen weights (a float32 master copy): it is cast to their
-    dtype. `chunk` is the argument of `linear_kl`. Raises `ValueError` as `Objective.layer_index`
-    does.
+    dtype. `chunk` and `metrics` are the arguments of `linear_kl`. Raises `ValueError` as
+    `Objective.layer_index` does.
     """
     compared = objective.layer_index(config.num_layers)
     llama = jax.lax.stop_gradient(llama)
@@ -144,6 +145,7 @@ def distill_sums(
         top_k=objective.top_k,
         mesh=attention.mesh,
         chunk=chunk,
+        metrics=metrics,
     )
     targets = batch.loss_mask.sum()
     tokens = real.sum()
@@ -194,6 +196,7 @@ def linear_kl(
     top_k: int | None = None,
     mesh: Mesh | None = None,
     chunk: int | None = None,
+    metrics: bool | Array = True,
 ) -> tuple[Array, Array, Array, Array, Array]:
     """Weighted sums over positions, in float32: (temperature^2 divergence, agreement, teacher nll,
     student nll, KL(teacher || student) at temperature 1).
@@ -204,7 +207,8 @@ def linear_kl(
     one more pass over a chunk's logits, unless it is the divergence. Logits are divided and
     capped as `config` says; without one they are the products with `head`. On a `mesh` rows stay
     split over data and fsdp, and logits over model. `chunk` is the number of positions whose logits
-    exist at a time; None is `chunk_length`.
+    exist at a time; None is `chunk_length`. Without `metrics`, which may be known to the device
+    only, all sums but the first are 0: each costs a pass over the logits.
     """
     batch, length, _ = student_x.shape
     chunk = chunk_length(batch, length, head.shape[0], mesh) if chunk is None else chunk
@@ -215,6 +219,7 @@ def linear_kl(
         all_gather_vocabulary(mesh, head),
         next_tokens,
         weights,
+        jnp.asarray(metrics),
     )
     return sums
 
@@ -246,14 +251,22 @@ def _linear_kl_forward(static, *arrays):
 
 
 def _linear_kl_backward(static, gradient, cotangents):
-    return cotangents[0].astype(gradient.dtype) * gradient, None, None, None, None
+    return cotangents[0].astype(gradient.dtype) * gradient, None, None, None, None, None
 
 
 _linear_kl.defvjp(_linear_kl_forward, _linear_kl_backward)
 
 
 def _scan_chunks(
-    static: _Static, student_x, teacher_x, head, next_tokens, weights, *, with_gradient: bool
+    static: _Static,
+    student_x,
+    teacher_x,
+    head,
+    next_tokens,
+    weights,
+    metrics: Bool[Array, ""],
+    *,
+    with_gradient: bool,
 ):
     """(the sums of `linear_kl`, the first one's gradient in student_x or None).
 
@@ -273,15 +286,18 @@ def _scan_chunks(
         divergence, gradient = divergence_and_gradient(
             static.divergence, student, teacher, static.temperature, static.top_k
         )
-        parts = (
-            divergence,
-            same_first(student, teacher),
-            nll(teacher, next_tokens),
-            nll(student, next_tokens),
-            divergence
-            if (static.divergence, static.temperature, static.top_k) == ("forward", 1.0, None)
-            else divergence_and_gradient("forward", student, teacher, 1.0)[0],
-        )
+
+        def measured() -> tuple[Array, ...]:
+            kl = divergence
+            if (static.divergence, static.temperature, static.top_k) != ("forward", 1.0, None):
+                kl, _ = divergence_and_gradient("forward", student, teacher, 1.0)
+            agreement = same_first(student, teacher)
+            return agreement, nll(teacher, next_tokens), nll(student, next_tokens), kl
+
+        def nothing() -> tuple[Array, ...]:
+            return (jnp.zeros_like(divergence),) * 4
+
+        parts = divergence, *jax.lax.cond(metrics, measured, nothing)
         sums = tuple(
             total + (weights * part).sum() for total, part in zip(sums, parts, strict=True)
         )

@@ -285,7 +285,9 @@ def train(
         local_batches = stack.enter_context(contextlib.closing(reading))
         for step, local in enumerate(local_batches, start=first + 1):
             profile.step(step, state)
-            state, values = train_step(state, context.llama, micro_batches.shard(local.batch))
+            sharded = micro_batches.shard(local.batch)
+            logged = metrics.is_logged(step)
+            state, values = train_step(state, context.llama, sharded, logged)
             metrics.record(step, values, local.row_ids)
             if step == first + 1:
                 jax.block_until_ready(state)

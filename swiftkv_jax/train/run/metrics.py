@@ -230,6 +230,10 @@ class MetricsRecorder:
         """Step -> loss of every evaluation so far, those before a restart included."""
         self._log = MetricsLog(recipe.output_dir, first_step=first_step, report_to=recipe.report_to)
 
+    def is_logged(self, step: int) -> bool:
+        """Whether the numbers of a step are written."""
+        return step % self._recipe.logging_steps == 0 or step == self._steps
+
     def record(self, step: int, values: dict[str, jax.Array], row_ids: list[str]) -> None:
         """Call this when `step` has been started: it reads the step before. Raises
         `DivergenceError` if the loss or the gradient of that one is not finite."""
@@ -245,7 +249,7 @@ class MetricsRecorder:
         unread = self._unread
         self._unread = None
         numbers = self._read(unread)
-        if unread.step % self._recipe.logging_steps == 0 or unread.step == self._steps:
+        if self.is_logged(unread.step):
             useful = numbers.pop("tokens") / (self._recipe.batch_size * self._recipe.max_length)
             numbers["learning_rate"] = float(jnp.asarray(self._rate(unread.step - 1)))
             speed = self._progress.report(unread.step, numbers, useful_share=useful)

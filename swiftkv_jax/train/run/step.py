@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool
 
 from ...model.attention import Attention
 from ...model.batch import Batch
@@ -97,8 +98,10 @@ def make_train_step(
     *,
     chunk: int | None = None,
 ):
-    """Make the function `(state, llama, micro_batches) -> (state, metrics)`, which is compiled at
-    its first call. The state is donated, the frozen weights are not.
+    """Make the function `(state, llama, micro_batches, logged) -> (state, metrics)`, which is
+    compiled at its first call. The state is donated, the frozen weights are not. If not `logged`
+    (bool[]), only those metrics are right that the step itself needs: the losses, `grad_norm` and
+    `tokens`.
 
     The fields of `micro_batches` are A B T. Sums are divided by the tokens of all A of them, so the
     update depends neither on how the rows are divided into micro-batches nor on the mesh. `chunk`
@@ -115,14 +118,14 @@ def make_train_step(
         chunk=chunk,
     )
 
-    def train_step(state: TrainState, llama: Llama, micro_batches: Batch):
+    def train_step(state: TrainState, llama: Llama, micro_batches: Batch, logged: Bool[Array, ""]):
         delta: Any = state.delta
         tokens = jnp.maximum((micro_batches.segment_ids > 0).sum(), 1)
         targets = jnp.maximum(micro_batches.loss_mask.sum(), 1)
         predictions = targets if objective.average == "targets" else tokens
 
         def loss(delta, batch):
-            sums = sums_of(delta, llama, batch)
+            sums = sums_of(delta, llama, batch, metrics=logged)
             return (
                 sums.divergence / predictions + objective.hidden_weight * sums.hidden / tokens,
                 sums,
@@ -152,7 +155,12 @@ def make_train_step(
     return jax.jit(
         train_step,
         donate_argnums=0,
-        in_shardings=(state, llama_shardings(config, mesh), micro_batch_sharding(mesh)),
+        in_shardings=(
+            state,
+            llama_shardings(config, mesh),
+            micro_batch_sharding(mesh),
+            replicated(mesh),
+        ),
         out_shardings=(state, replicated(mesh)),
     )
 
