@@ -128,13 +128,6 @@ def test_scores_that_come_in_parts_are_summed(model, monkeypatch):
     ]
 
 
-def test_spaces_that_end_a_context_belong_to_the_continuation(model):
-    assert model.loglikelihood(ask(("for  ", "word"))) == model.loglikelihood(
-        ask(("for", "  word"))
-    )
-    assert model.loglikelihood(ask(("  ", "word"))) == model.loglikelihood(ask(("", "  word")))
-
-
 def test_a_text_that_is_too_long_loses_its_beginning_with_one_warning(
     model, tokenizer, reference, caplog
 ):

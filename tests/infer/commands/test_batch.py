@@ -73,42 +73,31 @@ def test_rows_fail_alone(checkpoint, tokenizer, greedy, run, tmp_path, capsys):
         },
     }
     assert 0 <= timing["queue_s"] <= timing["ttft_s"] <= timing["total_s"]
-    assert (
-        found[3]["id"] == 3
-        and found[3]["token_ids"] == second
-        and found[-1]["token_ids"] == second[:2]
-    )
+    assert (found[3]["id"], found[3]["token_ids"]) == (3, second)
+    assert found[-1]["token_ids"] == second[:2]
     errors = {row["id"]: row["error"] for row in found if "error" in row}
     assert list(errors) == [1, "long", "b", "c", "d", 7, "e", "f", 10, "h", "l", "m", "i", 15, "j"]
-    assert errors[1].startswith(f"{rows}:2: not valid JSON")
-    assert errors["long"].startswith(
-        f"{rows}:3: the prompt has 200 tokens, with 8 new ones that is 208, above the limit of 128"
-    )
+    for id, said in {
+        1: f"{rows}:2: not valid JSON",
+        "long": f"{rows}:3: the prompt has 200 tokens, with 8 new ones that is 208, above the",
+        "b": "'maximum' is not a sampling parameter",
+        "c": "must not be empty",
+        "d": "no chat template",
+        7: f"{rows}:9: expected an object",
+        "e": "above the limit of 128",
+        "f": "temperature='hot' must be a number",
+        10: "NaN is not a number",
+        "h": "token id 320 is outside the vocabulary of 320",
+        "l": "token id -1 is outside the vocabulary of 320",
+        "m": "a list of token ids",
+        "i": "expected one of prompt, prompt_token_ids, messages; got prompt, prompt_token_ids",
+        15: "id, or custom_id, must be a string or a whole number",
+        "j": "n=3 samples do not fit into max_num_seqs=2",
+    }.items():
+        assert said in errors[id]
     assert errors["long"].endswith("(id 'long')")
-    assert "'maximum' is not a sampling parameter" in errors["b"]
-    assert "must not be empty" in errors["c"]
-    assert "no chat template" in errors["d"]
-    assert errors[7].startswith(f"{rows}:9: expected an object")
-    assert "above the limit of 128" in errors["e"]
-    assert "temperature='hot' must be a number" in errors["f"]
-    assert "NaN is not a number" in errors[10]
-    assert "token id 320 is outside the vocabulary of 320" in errors["h"]
-    assert (
-        "token id -1 is outside the vocabulary of 320" in errors["l"]
-        and "a list of token ids" in errors["m"]
-    )
-    assert (
-        "expected one of prompt, prompt_token_ids, messages; got prompt, prompt_token_ids"
-        in errors["i"]
-    )
-    assert "id, or custom_id, must be a string or a whole number" in errors[15]
-    assert "n=3 samples do not fit into max_num_seqs=2" in errors["j"]
-    captured = capsys.readouterr()
-    assert (
-        captured.out == ""
-        and captured.err.count("error: ") == 11
-        and "error: 5 more rows failed" in captured.err
-    )
+    out, err = capsys.readouterr()
+    assert (out, err.count("error: ")) == ("", 11) and "error: 5 more rows failed" in err
     assert not list(tmp_path.glob("*.partial*"))
 
 
@@ -119,32 +108,15 @@ def test_rows_have_samples_logprobs_and_stop_strings(checkpoint, tokenizer, gree
     stop = text[len(text) // 2 :][:3]
     first = {"prompt": "def x", "n": 2, "logprobs": 2, "stop": stop}
     rows = rows_file(tmp_path, first, {"prompt_token_ids": ids, "logprobs": 0, "max_tokens": 3})
-    assert (
-        run(
-            "-m",
-            checkpoint,
-            "-i",
-            rows,
-            "-o",
-            tmp_path / "out.jsonl",
-            "--max-tokens",
-            8,
-            "--max-num-seqs",
-            2,
-        )
-        == 0
-    )
+    flags = ("--max-tokens", 8, "--max-num-seqs", 2)
+    assert run("-m", checkpoint, "-i", rows, "-o", tmp_path / "out.jsonl", *flags) == 0
     several, one = written(tmp_path / "out.jsonl")
-    assert [choice.pop("index") for choice in several["choices"]] == [
-        0,
-        1,
-    ] and "text" not in several
+    assert [choice.pop("index") for choice in several["choices"]] == [0, 1]
+    assert "text" not in several
     assert several["choices"][0] == several["choices"][1]
     choice = several["choices"][0]
-    assert choice["text"] == text[: text.index(stop)] and (
-        choice["finish_reason"],
-        choice["stop_reason"],
-    ) == ("stop", stop)
+    assert choice["text"] == text[: text.index(stop)]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
     assert choice["token_ids"] == tokens[: len(choice["token_ids"])]
     assert several["usage"]["completion_tokens"] == 2 * len(choice["token_ids"])
     assert [entry["token_id"] for entry in choice["logprobs"]] == choice["token_ids"]

@@ -70,57 +70,46 @@ def engine_options(*argv: str, **defaults) -> EngineOptions:
 def test_flags_become_options():
     flags = (
         "--kv-cache-memory 2m --gpu-memory-utilization 0.5 --max-num-batched-tokens 1k "
-        "--no-prefix-caching"
+        "--no-prefix-caching --block-size 16 --compiler-option a=X,Y --compiler-option b=true"
     )
-    options = engine_options(*flags.split(), max_num_seqs=3, decode_steps=2)
-    assert (
-        options.kv_cache_memory,
-        options.memory_utilization,
-        options.max_num_batched_tokens,
-    ) == (2 << 20, 0.5, 1024)
-    assert (options.max_num_seqs, options.decode_steps, options.enable_prefix_caching) == (
-        3,
-        2,
-        False,
+    expected = EngineOptions(
+        kv_cache_memory=2 << 20,
+        memory_utilization=0.5,
+        max_num_batched_tokens=1024,
+        enable_prefix_caching=False,
+        page_size=16,
+        compiler_options={"a": "X,Y", "b": True},
     )
+    assert engine_options(*flags.split()) == expected
     assert engine_options("--max-num-seqs", "5", max_num_seqs=3).max_num_seqs == 5
-    assert engine_options() == EngineOptions()
-    assert engine_options("--block-size", "16") == engine_options("--page-size", "16")
-    found = engine_options(*"--compiler-option a=X,Y --compiler-option b=true".split())
-    assert found == EngineOptions(compiler_options={"a": "X,Y", "b": True})
+    assert engine_options(max_num_seqs=3) == EngineOptions(max_num_seqs=3)
 
 
 def test_flags_become_sampling():
     flags = (
-        "--temp .5 --repeat-penalty 1.5 --max-new-tokens 9 --n 2 --min-p .1 "
-        "--presence-penalty 1 --frequency-penalty -1 --seed 3"
+        "--temp .5 --repeat-penalty 1.5 --max-new-tokens 9 --n 2 --min-p .1 --top-p .9 --top-k 4 "
+        "--presence-penalty 1 --frequency-penalty -1 --seed 3 --logit-bias 5=-100 "
+        "--logit-bias 6=2.5 --stop-token-ids 7,8 --min-tokens 2 --logprobs 3 --stop a --stop b "
+        "--ignore-eos"
     )
-    flags += (
-        " --logit-bias 5=-100 --logit-bias 6=2.5 --stop-token-ids 7,8 --min-tokens 2 "
-        "--logprobs 3 --stop a --stop b --ignore-eos"
+    assert SamplingParams(**given(SamplingParams, parsed(*flags.split()))) == SamplingParams(
+        temperature=0.5,
+        repetition_penalty=1.5,
+        max_tokens=9,
+        n=2,
+        min_p=0.1,
+        top_p=0.9,
+        top_k=4,
+        presence_penalty=1,
+        frequency_penalty=-1,
+        seed=3,
+        logit_bias={5: -100, 6: 2.5},
+        stop_token_ids=(7, 8),
+        min_tokens=2,
+        logprobs=3,
+        stop=("a", "b"),
+        ignore_eos=True,
     )
-    flags += " --top-p .9 --top-k 4"
-    params = SamplingParams(**given(SamplingParams, parsed(*flags.split())))
-    assert (
-        params.temperature,
-        params.repetition_penalty,
-        params.max_tokens,
-        params.n,
-        params.min_p,
-    ) == (0.5, 1.5, 9, 2, 0.1)
-    assert (
-        params.presence_penalty,
-        params.frequency_penalty,
-        params.seed,
-        params.top_k,
-        params.top_p,
-    ) == (1, -1, 3, 4, 0.9)
-    assert (
-        params.logit_bias == {5: -100, 6: 2.5}
-        and params.stop_token_ids == (7, 8)
-        and params.stop == ("a", "b")
-    )
-    assert (params.min_tokens, params.logprobs, params.ignore_eos) == (2, 3, True)
 
 
 def with_generation_config(checkpoint: Path, folder: Path, **fields) -> Path:
