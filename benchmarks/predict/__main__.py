@@ -1,7 +1,7 @@
 """Predict what `benchmarks.serve` measures on a GPU, by the engine's own schedule and counts of
 bytes, products and launches: nothing runs on one.
 
-    python -m benchmarks.predict                        an H200; a minute on a CPU
+    python -m benchmarks.predict                        an H200; some minutes on a CPU
     python -m benchmarks.predict --only decode -o FILE  some parts, with JSON
 
 The tables go to stdout. `model` has the parameters and where they come from.
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(args: argparse.Namespace) -> int:
-    parts = serve.select(serve.FULL, args.only)
+    parts = serve.select(serve.FULL | serve.W8A8, args.only)
     if args.output is not None:
         report.check_writable(args.output)
     device = DEVICES[args.device]

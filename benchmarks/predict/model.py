@@ -36,6 +36,8 @@ SMALL_CROSS = 6
 """Other kernels of a decode step in a layer that writes keys and values, and in one that does not:
 norms, rotary embedding, check, scatters, activation, sums."""
 SMALL_PER_GROUP = 3
+SMALL_FP8 = 5
+"""More of them in a layer whose products quantise their activations: of two rows or more."""
 SMALL_REST = 25
 """The same for each group of upper layers (scatters of its keys and values), and for the whole
 step: embedding, rotary table, work list, final norm, sampling."""
@@ -69,6 +71,10 @@ class DeviceModel:
     """Bytes a second of a large copy, read and written."""
     layer_matmul: float = 650e12
     """FLOP/s of a layer's products in a chunk of prefill."""
+    layer_fp8_matmul: float = 1190e12
+    """The same of FP8 products: by themselves the four of a layer of Llama-3.1-8B reached 1,226 to
+    1,398 TFLOP/s on an H100 (`pallas_kernels.fp8_product`), of which a chunk is assumed to keep the
+    share that it keeps in bfloat16."""
     weights_share: float = 0.85
     """Share of `copy` at which the products of few rows read weights."""
     launch: float = 2e-6
@@ -200,6 +206,8 @@ class StepModel:
     variant: Variant
     cache: jnp.dtype
     page_size: int
+    fp8: bool = False
+    """Whether products are of float8 by float8."""
 
     def __post_init__(self):
         config = self.config
@@ -220,6 +228,10 @@ class StepModel:
     def _groups(self) -> int:
         return self.config.num_kv_groups if self.variant.swiftkv else 0
 
+    def _product_rate(self, rows: int) -> float:
+        """FLOP/s of a layer's products with so many rows."""
+        return self.device.layer_fp8_matmul if self.fp8 and rows > 1 else self.device.layer_matmul
+
     # Prefill ------------------------------------------------------------------
 
     def chunk_seconds(
@@ -231,7 +243,9 @@ class StepModel:
         config = self.config
         # The products of one token alone: its attention to itself is 1/10,000 of them.
         products = max(
-            tokens * prefill_flops(config, 1, swiftkv=self.variant.swiftkv) / device.layer_matmul,
+            tokens
+            * prefill_flops(config, 1, swiftkv=self.variant.swiftkv)
+            / self._product_rate(tokens),
             self.variant.prefill_bytes / (device.weights_share * device.copy),
         )
         # Of its last layer the teacher needs the keys and values only.
@@ -262,14 +276,19 @@ class StepModel:
 
     def _small_bytes(self, tokens: int, tiles: int) -> float:
         """Bytes that a layer's other kernels read and write, in bfloat16: norms and sums, the
-        queries and results that are unpacked into tiles and packed again, the activation."""
+        queries and results that are unpacked into tiles and packed again, the activation. FP8
+        products read what they quantise once more and write it in 8 bits."""
         config = self.config
         rows = tiles * self.page_size
         heads = config.num_heads * config.head_dim
         norms_and_sums = tokens * 7 * config.embed_dim
         packing = 2 * (tokens + rows) * heads
         activation = tokens * 3 * config.mlp_dim
-        return 2 * (norms_and_sums + packing + activation) + _KV_PASSES * tokens * self._kv_bytes(1)
+        quantising = 0.0
+        if self.fp8:  # two norms, the results of attention, the activation
+            quantising = tokens * (2 * config.embed_dim + 0.75 * heads + 1.5 * config.mlp_dim)
+        every = norms_and_sums + packing + activation + quantising
+        return 2 * every + _KV_PASSES * tokens * self._kv_bytes(1)
 
     def _kv_bytes(self, layers: int) -> int:
         """Bytes of a token's keys and values in bfloat16 in so many layers."""
@@ -291,7 +310,7 @@ class StepModel:
         config = self.config
         rows = len(lengths)
         products = max(
-            rows * decode_flops(config, 0, swiftkv=self.variant.swiftkv) / device.layer_matmul,
+            rows * decode_flops(config, 0, swiftkv=self.variant.swiftkv) / self._product_rate(rows),
             self.variant.weight_bytes / (device.weights_share * device.copy),
         )
         logits = _LOGITS_PASSES * 4 * rows * config.vocab_size / device.copy
@@ -301,6 +320,8 @@ class StepModel:
             + self._groups * SMALL_PER_GROUP
             + SMALL_REST
         )
+        if self.fp8 and rows > 1:
+            small += config.num_layers * SMALL_FP8
         attended = decode_attention_seconds(
             device, config, self.cache, self.page_size, keys, tuple(lengths)
         )

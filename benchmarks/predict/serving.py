@@ -30,6 +30,7 @@ from swiftkv_jax.infer.runner.serving_form import num_bytes, served_config, weig
 from swiftkv_jax.infer.runner.shapes import choose_shapes, with_contexts
 from swiftkv_jax.model.cache import cache_dtype
 from swiftkv_jax.model.config import Config
+from swiftkv_jax.model.quantization import Scheme, scheme_for
 from swiftkv_jax.plan.presets import LLAMA_8B
 from swiftkv_jax.plan.roofline import Roofline
 
@@ -57,10 +58,18 @@ class PredictedRunner:
     """`ModelRunnerBase` without a device: one call after the other, each as long as predicted. The
     end of a call is the time at which its result can be read."""
 
-    def __init__(self, device: DeviceModel, config: Config, name: str, options: EngineOptions):
-        """The runner of variant `name` of a model with `config`, with bfloat16 weights."""
+    def __init__(
+        self,
+        device: DeviceModel,
+        config: Config,
+        name: str,
+        options: EngineOptions,
+        quantization: Scheme | None = None,
+    ):
+        """The runner of variant `name` of a model with `config`, with bfloat16 weights but for its
+        quantised matrices."""
         self.config = served_config(config, name == STUDENT)
-        self.weights = weight_shapes(config, name == STUDENT, DTYPE)
+        self.weights = weight_shapes(config, name == STUDENT, DTYPE, quantization)
         self.cache_dtype = cache_dtype(options.kv_cache_dtype, DTYPE)
         self.shapes = choose_shapes(
             self.config,
@@ -75,7 +84,8 @@ class PredictedRunner:
         if self.cache_dtype != DTYPE:  # Hopper's kernel widens the pool that it is given
             self.shapes = with_contexts(self.shapes)
         self.variant = variant_of(name, config, self.weights, self.cache_dtype, self.shapes)
-        self.model = StepModel(device, self.variant, self.cache_dtype, options.page_size)
+        fp8 = quantization is not None and quantization.arithmetic != "widen"
+        self.model = StepModel(device, self.variant, self.cache_dtype, options.page_size, fp8)
         self.clock = Clock()
         self._idle_from = 0.0
         self._rows: dict[int, tuple[int, int]] = {}  # slot: (cached positions, remaining tokens)
@@ -158,10 +168,12 @@ def predict(device: DeviceModel, flags: str, config: Config = LLAMA_8B) -> dict[
     options = bench_options.BenchOptions.from_args(parser.parse_args(shlex.split(flags)))
     engine_options, cells = bench_options.plan(options)
     roofline = Roofline(device.matmul, device.copy, 1, str(DTYPE), {}, device.published)
+    format = options.model.quantization
+    scheme = None if format in (None, "none") else scheme_for(format, device.kind)
     raws: dict[str, list[Raw]] = {}
     variants = {}
     for name in options.swiftkv:
-        runner = PredictedRunner(device, config, name, engine_options)
+        runner = PredictedRunner(device, config, name, engine_options, scheme)
         engine = Engine(runner, config=runner.config, eos_token_ids=(), options=engine_options)
         variants[name] = runner.variant
         raws[name] = [

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import serve
 from benchmarks.predict import __main__ as command
 from benchmarks.predict import model, serving
-from benchmarks.predict.model import H200, StepModel
+from benchmarks.predict.model import H100, H200, StepModel
 from swiftkv_jax.infer.bench.summary import STUDENT
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.plan.presets import LLAMA_8B
@@ -50,6 +50,15 @@ def test_a_chunk():
     assert predicted.chunk_seconds(2048, tiles) == pytest.approx(27e-3, rel=0.05)
     later = [6144 + tile for tile in tiles]
     assert predicted.chunk_seconds(2048, later) > 1.1 * predicted.chunk_seconds(2048, tiles)
+
+
+def test_fp8_products_take_less_time():
+    """Those of an H100 by XLA were measured: 19.5 ms a chunk, and 7.7 ms a step of 64 rows."""
+    (row,) = serving.predict(H100, f"{serve.W8A8['prefill-w8a8']} --input-len 2k")["rows"]
+    assert row["seconds"] == pytest.approx(19.5e-3, rel=0.15)
+    flags = f"{serve.W8A8['decode-w8a8']} --batch 64"
+    (row,) = serving.predict(H100, flags)["rows"]
+    assert row["seconds_per_output_token"] == pytest.approx(7.7e-3, rel=0.15)
 
 
 def test_calls_of_a_part_take_what_their_steps_take():
