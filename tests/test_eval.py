@@ -6,7 +6,6 @@ import math
 import sys
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -21,10 +20,9 @@ from swiftkv_jax.eval.options import EvalOptions
 from swiftkv_jax.eval.tasks import PAPER, RENAMED
 from swiftkv_jax.eval.text_model import TextModel
 from swiftkv_jax.infer import Engine, EngineOptions, SamplingParams
-from swiftkv_jax.infer.engine import outputs
 from tests.infer import conftest
 
-checkpoint, greedy = conftest.checkpoint, conftest.greedy  # the fixtures of inference
+checkpoint, greedy, logprobs = conftest.checkpoint, conftest.greedy, conftest.logprobs
 
 LONGEST = 48
 TEXT = "for word in argv: print(word"
@@ -61,20 +59,13 @@ def model(engine, tokenizer):
     assert not engine.pages_in_use
 
 
-@pytest.fixture(scope="module")
-def reference(checkpoint):
-    """(tokens, start) -> (log-likelihood of tokens[start:], whether each is the likeliest), by one
-    pass through all layers."""
-    whole = skv.load(checkpoint)
-    forward = jax.jit(lambda tokens: jax.nn.log_softmax(skv.logits(whole, tokens)))
+@pytest.fixture
+def reference(logprobs):
+    """(tokens, start) -> (log-likelihood of tokens[start:], whether each is the likeliest)."""
 
     def score(tokens: list[int], start: int) -> tuple[float, bool]:
-        row = np.zeros((1, conftest.LIMIT), np.int32)
-        row[0, : len(tokens)] = tokens
-        predictions = np.asarray(forward(row)[0])
-        places = range(start, len(tokens))
-        likeliest = all(predictions[at - 1].argmax() == tokens[at] for at in places)
-        return sum(float(predictions[at - 1, tokens[at]]) for at in places), likeliest
+        found, likeliest = logprobs(tokens, start)
+        return sum(found), likeliest
 
     return score
 
@@ -117,15 +108,6 @@ def test_loglikelihoods_are_those_of_a_whole_pass_in_the_order_of_the_requests(
     assert model.loglikelihood(ask(*pairs)) == expected
     assert expected[1][1] and not expected[0][1]
     assert model.loglikelihood(ask(*reversed(pairs))) == expected[::-1]
-
-
-def test_scores_that_come_in_parts_are_summed(model, monkeypatch):
-    pairs = ask((TEXT, ", main)"), ("for", " word in argv: print(word)"), ("", "print"))
-    whole = model.loglikelihood(pairs)
-    monkeypatch.setattr(outputs, "MAX_SCORES", 2)
-    assert model.loglikelihood(pairs) == [
-        (pytest.approx(logprob, abs=1e-9), greedy) for logprob, greedy in whole
-    ]
 
 
 def test_a_text_that_is_too_long_loses_its_beginning_with_one_warning(

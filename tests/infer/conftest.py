@@ -71,6 +71,24 @@ def greedy(checkpoint) -> Callable[..., list[int]]:
 
 
 @pytest.fixture(scope="session")
+def logprobs(checkpoint) -> Callable[[list[int], int], tuple[list[float], bool]]:
+    """`(tokens, start)` -> (log-probabilities of tokens[start:], whether each is the likeliest), by
+    one pass through all layers."""
+    model = skv.load(checkpoint)
+    forward = jax.jit(lambda tokens: jax.nn.log_softmax(skv.logits(model, tokens)))
+
+    def score(tokens: list[int], start: int) -> tuple[list[float], bool]:
+        row = np.zeros((1, LIMIT), np.int32)
+        row[0, : len(tokens)] = tokens
+        table = np.asarray(forward(row)[0])[start - 1 : len(tokens) - 1]
+        scored = np.asarray(tokens[start:])
+        found = table[np.arange(len(scored)), scored].tolist()
+        return found, bool((table.argmax(axis=-1) == scored).all())
+
+    return score
+
+
+@pytest.fixture(scope="session")
 def model_runners() -> dict:
     """The model runners that `run` has made."""
     return {}

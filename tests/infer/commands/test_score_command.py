@@ -5,35 +5,12 @@ import json
 import math
 from pathlib import Path
 
-import jax
-import numpy as np
 import pytest
 
-import swiftkv_jax as skv
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer import Engine, ScoreRequest
 from swiftkv_jax.infer.commands.score import perplexity, score_request
 from swiftkv_jax.infer.engine import outputs
-from tests.infer.conftest import LIMIT
-
-
-@pytest.fixture(scope="module")
-def logprobs(checkpoint):
-    """(log-probabilities of tokens[start:], whether each is the likeliest), by one pass through all
-    layers."""
-    model = skv.load(checkpoint)
-    forward = jax.jit(lambda tokens: jax.nn.log_softmax(skv.logits(model, tokens)))
-
-    def score(tokens: list[int], start: int) -> tuple[list[float], bool]:
-        row = np.zeros((1, LIMIT), np.int32)
-        row[0, : len(tokens)] = tokens
-        table = np.asarray(forward(row)[0])
-        places = range(start, len(tokens))
-        return [float(table[at - 1, tokens[at]]) for at in places], all(
-            table[at - 1].argmax() == tokens[at] for at in places
-        )
-
-    return score
 
 
 def scores(run, folder: Path, checkpoint: Path, *rows: dict, code: int = 0) -> list[dict]:
