@@ -107,7 +107,7 @@ def _accepted(
     if reason:
         return None, reason
     try:
-        tuning = find_tuning(device, name, spec) if tuning is None else tuning
+        tuning = tuning or find_tuning(device, name, spec.op, spec)
     except NotImplementedError as error:
         return None, f"cannot: {error}"
     # The kernel's module is imported here first, on its own device only.
@@ -166,17 +166,22 @@ def kernels_of(name: str) -> ModuleType:
     return kernels
 
 
-def find_tuning(device: Device, name: str, spec: AttentionSpec, *, backward: bool = False) -> Any:
-    """The table's entry of device kernel `name` for such a call, or for its gradient.
+def find_tuning(device: Device, name: str, op: str, spec: AttentionSpec) -> Any:
+    """The table's entry of a device kernel for such a call: of `name`, for the call's own `op`, or
+    for "backward", its gradient.
 
     Keys that prefill widens count as widened. float16 has the entries of bfloat16: both have 16
     bits.
     """
-    op = "backward" if backward else spec.op
     kernel = getattr(kernels_of(name), op)
-    dtype = spec.k.dtype if op == "decode" else spec.q.dtype
-    dtype = jnp.bfloat16 if dtype == jnp.float16 else dtype
-    entry = f"{name}.{op}.packed" if op == "prefill" and spec.packed else f"{name}.{op}"
+    entry = f"{name}.{op}"
+    if op == "prefill" and spec.packed:
+        entry += ".packed"
+    dtype = spec.q.dtype
+    if op == "decode":
+        dtype = spec.k.dtype
+    if dtype == jnp.float16:
+        dtype = jnp.bfloat16
     tuning = tuning_for(kernel.Tuning, entry, spec.q.shape[3], dtype, device.kind)
     if name == "hopper" and op == "prefill":
         tuning = kernel.for_heads(tuning, spec.q, spec.k)

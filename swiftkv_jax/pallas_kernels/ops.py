@@ -287,7 +287,7 @@ def _whole_rows_forward(name, tuning, backward_tuning, window, q, k, v, segment_
 def _whole_rows_backward(name, tuning, backward_tuning, window, residuals, d_out):
     if backward_tuning is None:
         spec = AttentionSpec.of("prefill", AttentionOperands(*residuals[:3]))
-        backward_tuning = find_tuning(current_device(), name, spec, backward=True)
+        backward_tuning = find_tuning(current_device(), name, "backward", spec)
     gradient = _jitted(kernels_of(name).backward.attention_grad, backward_tuning, window=window)
     return *gradient(*residuals, d_out), None
 
