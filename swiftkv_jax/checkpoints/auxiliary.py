@@ -124,10 +124,11 @@ def to_hf_config(
         fields = original.get("quantization_config") or {}
         # That of a wrapped model may have another name for the head.
         same = "lm_head" in (fields.get("ignore") or ())
-        same = same and read_quantization_config(fields).kept == "fp8"
-        kept["quantization_config"] = (
-            fields if same else quantization_config(experts=config.num_experts > 0)
-        )
+        ours = quantization_config(experts=config.num_experts > 0)
+        if same:
+            theirs = read_quantization_config(fields)
+            same = theirs.kept == "fp8" and theirs.groups == read_quantization_config(ours).groups
+        kept["quantization_config"] = fields if same else ours
     width = {"intermediate_size": config.mlp_dim}
     return width | kept | config_to_hf(config) | {"torch_dtype": dtype_name}
 

@@ -29,7 +29,7 @@ from .auxiliary import read_auxiliary_files, read_json
 from .hf_config import is_wrapped, ties_without_head
 from .hf_write import BASE_DIGEST, DELTA, FORMAT, INDEX, SINGLE_FILE, base_model_digest
 from .quantized.config import MODELOPT, read_quantization_config
-from .quantized.matrices import Tensor, join_tensors
+from .quantized.matrices import Tensor, join_tensors, keep_matrices
 from .safetensors_io import DTYPES, WIDE, Stored, read_header, same_values
 from .source import Source
 from .tensor_map import (
@@ -136,6 +136,8 @@ def open_hf(path: Path, config: Config | None = None) -> Source:
     found: Sequence[Tensor] = stored
     if quantized is not None and format is None:
         found = join_tensors(path, stored, leaves(file_config), quantized, names)
+    elif quantized is not None:
+        found = keep_matrices(stored, quantized.groups[0][1])
 
     return source_of(
         path, file_config, auxiliary_files, eos_token_ids, found, format, names, config=config

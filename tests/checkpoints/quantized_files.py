@@ -279,6 +279,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable]] = {
         scaled((0, 0), shape=(1,), extra=["input_scale"]),
     ),
     "fbgemm_fp8": (FBGEMM, scaled((1, 0))),
+    "fbgemm_fp8 of all": (FBGEMM | {"modules_to_not_convert": ["lm_head"]}, scaled((1, 0))),
     "FP8": (
         compressed_tensors(
             "float-quantized",
@@ -325,6 +326,8 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable]] = {
     "awq": (AWQ | {"modules_to_not_convert": ["o_proj"]}, awq(16)),
     "awq symmetric": (AWQ | {"zero_point": False, "group_size": -1}, awq(0, zero=8)),
 }
+KEPT = {"fp8 static", "FP8", "fbgemm_fp8 of all"}
+"""Formats of which matrices stay in 8 bits."""
 FP8_DYNAMIC = (  # stays in 8 bits
     compressed_tensors("float-quantized", F8 | {"strategy": "channel"}, TOKENS | {"type": "float"}),
     scaled((1, 0)),

@@ -20,7 +20,7 @@ from swiftkv_jax.model.quantization import Scheme, dequantize
 from tests import tiny
 from tests.checkpoints import quantized_files
 from tests.checkpoints.fp8_files import assert_same, stored, write
-from tests.checkpoints.quantized_files import FORMATS, directory, e2m1
+from tests.checkpoints.quantized_files import FORMATS, KEPT, directory, e2m1
 
 # One matrix -------------------------------------------------------------------
 
@@ -116,8 +116,15 @@ def test_a_power_for_each_32_inputs():
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_directory_is_the_model_of_its_decoded_weights(tmp_path, name):
     hf, tensors, wide = directory(name)
-    model = skv.load(write(tmp_path / "model", hf, tensors))
-    assert model.quantization is None
+    path = write(tmp_path / "model", hf, tensors)
+    model = skv.load(path)
+    assert model.quantization == (Scheme("fp8") if name in KEPT else None)
+    if name in KEPT:
+        down = tensors["model.layers.1.mlp.down_proj.weight"]
+        np.testing.assert_array_equal(model.llama.lower.down.values[1], down)
+        skv.save_hf(model, tmp_path / "again")
+        assert_same(skv.load(tmp_path / "again"), model)
+        model = skv.load(path, quantization="none")
     assert_same(model, tiny.model_of({**hf, "quantization_config": None}, wide))
 
 
@@ -247,7 +254,7 @@ def test_decoded_models_are_plain_ones(tmp_path):
     ("name", "line"),
     [
         ("fp8 blocks", "fp8: 8-bit float, blocks of 32x32 (decoded when read)"),
-        ("fp8 static", "fp8: 8-bit float, one scale (decoded when read)"),
+        ("fp8 static", "fp8: 8-bit float, one scale (kept as fp8)"),
         ("W8A16", "compressed-tensors: 8-bit int, a scale for each output (decoded when read)"),
         ("gptq", "gptq: 4-bit int, groups of 16 (decoded when read)"),
         ("MXFP4", "compressed-tensors: 4-bit float, groups of 32 (decoded when read)"),

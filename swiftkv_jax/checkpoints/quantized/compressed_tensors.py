@@ -31,7 +31,7 @@ ROUTERS = r"re:.*\.mlp\.gate$"
 """Excludes the routers of experts, which are never quantised."""
 # Names and patterns of modules that only images go through, and of nothing besides.
 _VISION = re.compile(r"\^?(\.\*)?(model\\?\.)?(vision_tower|multi_modal_projector)[\w.*\\$]*")
-_HEADS = {"lm_head", "language_model.lm_head", "re:.*lm_head", "re:.*lm_head.*"}
+HEADS = {"lm_head", "language_model.lm_head", "re:.*lm_head", "re:.*lm_head.*"}
 
 # Bookkeeping: how the scales were found, by whom, and how much smaller the file became.
 _IRRELEVANT = frozenset({"observer", "observer_kwargs", "version", "global_compression_ratio"})
@@ -115,7 +115,7 @@ def read_compressed_tensors(fields: Fields) -> QuantizationConfig:
         for name in wide
         if re.search(r"mlp\\?\.gate\$?$", name) or _VISION.fullmatch(name.removeprefix("re:"))
     }
-    alone = len(read) == 1 and len(heads := set(wide) - others) == 1 and heads <= _HEADS
+    alone = len(read) == 1 and len(heads := set(wide) - others) == 1 and heads <= HEADS
     kept = _kept(*read[0], next(iter(groups.values()))) if alone else None
     return QuantizationConfig("compressed-tensors", read, wide, kept)
 
@@ -196,18 +196,17 @@ def _block(where: str, weights: Fields, stored: str) -> tuple[int, int]:
 def _kept(targets: tuple[str, ...], format: WeightFormat, group: Fields) -> Format | None:
     """The format of ours that the only group has, of all matrices but the head.
 
-    fp8 is for activations of 8 bits; products with int8 widen the weights, whatever the activations
-    were to be.
+    fp8 is for activations of 8 bits, each token by a scale of its own whatever the file has for
+    them; products with int8 widen the weights, whatever the activations were to be.
     """
     activations = group.get("input_activations") or {}
-    rounded = tuple(activations.get(name) for name in ("strategy", "type", "symmetric"))
-    if (targets, format.layout, format.block) != (("Linear",), "scaled", (1, 0)):
-        return None
-    if format.activation_scales:
+    if (targets, format.layout) != (("Linear",), "scaled"):
         return None
     if format.number == "int":
-        return "int8"
-    return "fp8" if rounded == ("token", "float", True) else None
+        return "int8" if format.block == (1, 0) and not format.activation_scales else None
+    rounded = tuple(activations.get(name) for name in ("type", "symmetric"))
+    whole = format.block in ((1, 0), (0, 0)) and activations.get("strategy") in ("token", "tensor")
+    return "fp8" if whole and rounded == ("float", True) else None
 
 
 def quantization_config(*, experts: bool) -> dict[str, Any]:

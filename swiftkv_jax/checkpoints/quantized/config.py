@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import ConfigError
+from ...model.quantization import Format
 from ..families.fields import agreed, shown
-from .compressed_tensors import read_compressed_tensors
+from .compressed_tensors import HEADS, read_compressed_tensors
 from .formats import (
     Fields,
     QuantizationConfig,
@@ -139,14 +140,20 @@ def _fp8(fields: Fields) -> QuantizationConfig:
     block = (0, 0) if block is None else tuple(block)
     format = WeightFormat("scaled", 8, block, "float", activation_scales=static)
     wide = _names(fields, "modules_to_not_convert") + _names(fields, "ignored_layers")
-    return QuantizationConfig("fp8", ((("Linear",), format),), wide)
+    return QuantizationConfig("fp8", ((("Linear",), format),), wide, _kept_fp8(format, wide))
 
 
 def _fbgemm_fp8(fields: Fields) -> QuantizationConfig:
     check_fields(WHERE, fields, {}, _FBGEMM_OTHERS)
     format = WeightFormat("scaled", 8, (1, 0), "float")
     wide = _names(fields, "modules_to_not_convert")
-    return QuantizationConfig("fbgemm_fp8", ((("Linear",), format),), wide)
+    return QuantizationConfig("fbgemm_fp8", ((("Linear",), format),), wide, _kept_fp8(format, wide))
+
+
+def _kept_fp8(format: WeightFormat, wide: tuple[str, ...]) -> Format | None:
+    """`QuantizationConfig.kept`, where no matrix but the head is wide."""
+    others = {name for name in wide if name not in HEADS and not name.endswith("norm")}
+    return None if others or format.block not in ((0, 0), (1, 0)) else "fp8"
 
 
 def _gptq(fields: Fields) -> QuantizationConfig:

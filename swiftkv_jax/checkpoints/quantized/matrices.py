@@ -105,7 +105,28 @@ class EncodedMatrix:
         return values
 
 
-type Tensor = Stored | EncodedMatrix | GgufTensor
+@dataclasses.dataclass(frozen=True)
+class SpreadScale:
+    """The only scale of a matrix, unread, which readers see as one of each output."""
+
+    name: str
+    shape: tuple[int, ...]
+    stored: Stored
+    crc32: ClassVar[None] = None
+
+    @property
+    def file(self) -> Path:
+        return self.stored.file
+
+    @property
+    def code(self) -> str:
+        return self.stored.code
+
+    def read_into(self, out: np.ndarray, index: tuple[slice, ...]) -> None:
+        out[...] = _whole(self.stored).astype(np.float32).reshape(1, 1)
+
+
+type Tensor = Stored | EncodedMatrix | SpreadScale | GgufTensor
 """The tensor with the values of one name."""
 
 
@@ -154,6 +175,22 @@ def join_tensors(
         if isinstance(matrix, EncodedMatrix):
             _check_values(matrix)
     return others
+
+
+def keep_matrices(stored: Iterable[Stored], format: WeightFormat) -> list[Tensor]:
+    """`stored` of matrices that stay in 8 bits, with a scale for each output where a matrix has
+    one, and without the scales of activations: these are quantised anew, token by token."""
+    kept: list[Tensor] = []
+    outputs = {t.name: t.shape[0] for t in stored if t.name.endswith(".weight") and t.shape}
+    for tensor in stored:
+        module, _, last = tensor.name.rpartition(".")
+        count = outputs.get(f"{module}.weight")
+        is_scale = last in ("weight_scale", "weight_scale_inv") and set(tensor.shape) <= {1}
+        if count and is_scale and format.block == (0, 0):
+            kept.append(SpreadScale(f"{module}.weight_scale", (count, 1), tensor))
+        elif not (count and format.activation_scales and last in _ACTIVATION_SCALES):
+            kept.append(tensor)
+    return kept
 
 
 # Tensors of a format ----------------------------------------------------------
