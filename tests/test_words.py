@@ -52,7 +52,7 @@ RETIRED = {
     "strangers": "independent",
     "survey": "scan",
     "tapped": "hidden_state_layer",
-    "unseen": "num_in_flight_tokens",
+    "unseen": "in_flight",
     "whoever": "the subject",
 }
 RETIRED_NAMES = {

@@ -24,10 +24,11 @@ from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.request_state import Chunk, SequenceState
 from swiftkv_jax.infer.engine.sampler_output import AsyncOutput, SamplerOutput
+from swiftkv_jax.infer.engine.speculation import DecodeCall
+from swiftkv_jax.infer.runner.choose_shapes import choose_shapes, with_contexts
 from swiftkv_jax.infer.runner.layout import Layout
 from swiftkv_jax.infer.runner.prefill_chunk import chunk_needs
 from swiftkv_jax.infer.runner.serving_form import num_bytes, served_config, weight_shapes
-from swiftkv_jax.infer.runner.shapes import choose_shapes, with_contexts
 from swiftkv_jax.model.cache import cache_dtype
 from swiftkv_jax.model.config import Config
 from swiftkv_jax.model.quantization import Scheme, scheme_for
@@ -119,7 +120,8 @@ class PredictedRunner:
         tiles += [0] * (num_tiles - len(tiles))
         return self._run(self.model.chunk_seconds(size, tiles, context))
 
-    def run_decode(self, sequences: Sequence[SequenceState], steps: int) -> AsyncOutput:
+    def run_decode(self, sequences: Sequence[SequenceState], call: DecodeCall) -> AsyncOutput:
+        steps = call.steps
         slots = [sequence.slot for sequence in sequences]
         size = next(size for size in self.shapes.decode_rows if size >= len(slots))
         rows = [self._rows[slot] for slot in slots]

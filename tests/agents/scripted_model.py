@@ -27,6 +27,7 @@ from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.request_state import RequestState, SequenceState
 from swiftkv_jax.infer.engine.sampler_output import NON_FINITE, AsyncOutput, SamplerOutput
+from swiftkv_jax.infer.engine.speculation import DecodeCall
 from swiftkv_jax.infer.runner.shapes import Shapes
 from swiftkv_jax.infer.structured.structured_outputs import GrammarCompiler
 from swiftkv_jax.serve.app import Loaded
@@ -92,22 +93,25 @@ class ScriptedModelRunner(MockModelRunner):
     def _tokens(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def run_decode(self, sequences: Sequence[SequenceState], steps: int) -> AsyncOutput:
-        return self._decode(sequences, steps)
+    def run_decode(self, sequences: Sequence[SequenceState], call: DecodeCall) -> AsyncOutput:
+        return self._decode(sequences, call)
 
     def run_decode_constrained(
         self, sequences: Sequence[SequenceState], masks: np.ndarray
     ) -> AsyncOutput:
         allowed = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
-        return self._decode(sequences, 1, allowed)
+        return self._decode(sequences, DecodeCall(1), allowed)
 
     def _decode(
-        self, sequences: Sequence[SequenceState], steps: int, allowed: np.ndarray | None = None
+        self,
+        sequences: Sequence[SequenceState],
+        call: DecodeCall,
+        allowed: np.ndarray | None = None,
     ) -> AsyncOutput:
-        emitted = np.full((len(sequences), steps), -1)
+        emitted = np.full((len(sequences), call.steps), -1)
         for number, sequence in enumerate(sequences):
             row = self.rows[sequence.slot]
-            for step in range(min(steps, row.remaining)):
+            for step in range(min(call.steps, row.remaining)):
                 mask = None if allowed is None else allowed[number]
                 emitted[number, step] = token = self._next(sequence.slot, mask)
                 row.remaining = 0 if token in (self._end, NON_FINITE) else row.remaining - 1

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
+from swiftkv_jax.infer.runner.choose_shapes import FEW_TILES
 from swiftkv_jax.infer.runner.lowering import DecodeProgram, PrefillProgram, lower_program
-from swiftkv_jax.infer.runner.shapes import FEW_TILES
 from swiftkv_jax.model.config import Config
 from swiftkv_jax.pallas_kernels import (
     AttentionOperands,

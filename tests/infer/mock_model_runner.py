@@ -4,7 +4,8 @@ their own keys and values, so every read of a page can check that it holds the r
 import collections
 import dataclasses
 import hashlib
-from collections.abc import MutableSequence, Sequence
+import random
+from collections.abc import Iterator, MutableSequence, Sequence
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from swiftkv_jax.infer.engine.request_state import Chunk, RequestState, Sequence
 from swiftkv_jax.infer.engine.requests import ScoreRequest
 from swiftkv_jax.infer.engine.sampler_output import AsyncOutput, SamplerOutput
 from swiftkv_jax.infer.engine.scheduler import MAX_SKIPS
+from swiftkv_jax.infer.engine.speculation import DecodeCall
 from swiftkv_jax.infer.runner.prefill_chunk import chunk_needs
 from swiftkv_jax.infer.runner.shapes import Shapes
 from swiftkv_jax.model.config import Config, LayerKind
@@ -68,6 +70,7 @@ class MockModelRunner:
         self.pages = np.full((shapes.dp_size, shapes.num_pages, shapes.page_size), -1)
         self.rows: dict[int, Row] = {}
         self.calls: MutableSequence[str] = []
+        self.random = random.Random(0)
 
     def prepare(self) -> None:
         self.calls.append("prepare")
@@ -127,13 +130,15 @@ class MockModelRunner:
                 self.pages[dp_rank, target] = self.pages[dp_rank, source]
         return AsyncOutput(likeliest, "scores" if likeliest else None) if scheduled_tokens else None
 
-    def run_decode(self, sequences: Sequence[SequenceState], steps: int) -> AsyncOutput:
+    def run_decode(self, sequences: Sequence[SequenceState], call: DecodeCall) -> AsyncOutput:
         assert all(sequence.matcher is None for sequence in sequences)
-        if steps != self.shapes.decode_steps:
-            per_shard = collections.Counter(one.request_state.dp_rank for one in sequences)
-            assert steps == 1 and max(per_shard.values()) <= self.shapes.single_step_sizes[-1]
+        rows = max(collections.Counter(one.request_state.dp_rank for one in sequences).values())
+        if call.width > 1:
+            assert call == self.shapes.wide_call(rows)
+        elif call.steps != self.shapes.decode_steps:
+            assert call.steps == 1 and rows <= self.shapes.single_step_sizes[-1]
         self.calls.append(f"decode {len(sequences)}")
-        return self._decode(sequences, steps)
+        return self._decode(sequences, call)
 
     def run_decode_constrained(
         self, sequences: Sequence[SequenceState], masks: np.ndarray
@@ -141,18 +146,23 @@ class MockModelRunner:
         assert masks.shape == (len(sequences), -(-VOCAB // 32))
         self.calls.append(f"constrained {len(sequences)}")
         bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
-        return self._decode(sequences, 1, bits[:, :VOCAB])
+        return self._decode(sequences, DecodeCall(1), bits[:, :VOCAB])
 
     def _decode(
-        self, sequences: Sequence[SequenceState], steps: int, allowed: np.ndarray | None = None
+        self,
+        sequences: Sequence[SequenceState],
+        call: DecodeCall,
+        allowed: np.ndarray | None = None,
     ) -> AsyncOutput:
+        """A wide step has drafts that are right up to a random one: it writes all of them, and
+        emits as many and one more."""
         assert len({sequence.slot for sequence in sequences}) == len(sequences) > 0
-        emitted = np.full((len(sequences), steps), -1)
+        emitted = np.full((len(sequences), call.most), -1)
         for number, (out, sequence) in enumerate(zip(emitted, sequences, strict=True)):
             row, ends = self.rows[sequence.slot], not sequence.params.ignore_eos
             assert row.sequence is sequence
             state, pages = sequence.request_state, sequence.pages
-            for step in range(steps if row.remaining else 0):
+            for step in self._places(row, call) if row.remaining else ():
                 self._write(state, pages, len(row.tokens) - 1, row.tokens[-1:])
                 self._check(state, pages, row.tokens, len(row.tokens) - 1)
                 token = next_token(row.tokens, sequence.index, ends)
@@ -166,6 +176,14 @@ class MockModelRunner:
                 if not row.remaining:
                     break
         return AsyncOutput(emitted, "tokens")
+
+    def _places(self, row: Row, call: DecodeCall) -> Iterator[int]:
+        """Places of the tokens that a call emits, while it writes the drafts of its steps."""
+        for start in range(0, call.most, call.width):
+            drafts = self.random.randint(0, min(call.width - 1, row.remaining - 1))
+            state, pages = row.sequence.request_state, row.sequence.pages
+            self._write(state, pages, len(row.tokens), [VOCAB - 1] * drafts)
+            yield from range(start, start + 1 + self.random.randint(0, drafts))
 
     def read(self, output: AsyncOutput) -> SamplerOutput | None:
         if output.index is None:
@@ -219,6 +237,7 @@ def mock_engine(
     single_step_rows: int = 0,
     window: int | None = None,
     exact_tail: int | None = None,
+    width: int = 1,
     **options,
 ) -> tuple[Engine, MockModelRunner]:
     """With `exact_tail` the model keeps own keys and values."""
@@ -238,6 +257,7 @@ def mock_engine(
         contexts=(context,),
         scoring=True,
         single_step_rows=single_step_rows,
+        widths=(width,) * (width > 1),
     )
     runner = MockModelRunner(shapes, window)
     config = dataclasses.replace(

@@ -81,6 +81,8 @@ def check_request(request: Request | ScoreRequest, config: Config, options: Engi
             new_tokens=params.max_tokens,
             limit=limit,
         )
+    if len(request.prediction):
+        _check_prediction(request.prediction, limit, config, options)
     if request.grammar is not None:
         if not options.structured_outputs:
             raise UsageError(
@@ -97,6 +99,22 @@ def check_request(request: Request | ScoreRequest, config: Config, options: Engi
         raise UsageError(
             f"`n`={params.n} samples do not fit into `max_num_seqs`={options.max_num_seqs}",
             option="n",
+        )
+
+
+def _check_prediction(
+    prediction: Sequence[int], limit: int, config: Config, options: EngineOptions
+) -> None:
+    if options.speculative is None:
+        raise UsageError(
+            "`prediction` needs an engine with the option `speculative`", option="prediction"
+        )
+    _check_ids("the prediction", prediction, config)
+    if len(prediction) > limit:
+        raise UsageError(
+            f"`prediction` has {len(prediction)} tokens: it may have at most {limit} tokens, as a "
+            f"sequence",
+            option="prediction",
         )
 
 

@@ -39,6 +39,7 @@ from .requests import NOT_FINITE, Request, RequestOutput, ScoreRequest
 from .run import Run
 from .sampler_output import AsyncOutput, SamplerOutput
 from .scheduler import MAX_SKIPS, Scheduler
+from .speculation import DecodeCalls
 from .stats import IdleTimer, Load, Stats
 
 if TYPE_CHECKING:
@@ -82,9 +83,10 @@ class Engine[R: ModelRunnerBase]:
         self._scheduler = Scheduler(
             self._pools,
             shapes,
-            reserve_tokens=max(options.reserve_tokens, shapes.decode_steps),
+            reserve_tokens=max(options.reserve_tokens, shapes.most_new_tokens),
             max_skips=max_skips,
         )
+        self._calls = DecodeCalls(shapes, self._scheduler)
         self._requests: dict[int, RequestState] = {}
         self._ids = itertools.count()
         self._sent: deque[Sent] = deque()
@@ -284,7 +286,7 @@ class Engine[R: ModelRunnerBase]:
         if grown:
             runner.update_pages(grown)
         sent = Sent()
-        for _ in range(self.options.max_prefill_chunks or self._steps()):
+        for _ in range(self.options.max_prefill_chunks or self._calls.steps):
             if (chunk := scheduler.schedule_prefill()) is None:
                 break
             self.stats.idle_seconds += self._idle.look()
@@ -301,17 +303,12 @@ class Engine[R: ModelRunnerBase]:
                 sent.constrained = constrained
                 sent.constrained_tokens = runner.run_decode_constrained(constrained, masks)
                 self.stats.decode_calls += 1
-        sent.steps = self._steps()
-        if sequences := scheduler.schedule_decode(sent.steps):
-            sent.sequences, sent.tokens = sequences, runner.run_decode(sequences, sent.steps)
+        if sequences := scheduler.ready_to_decode():
+            sent.sequences, sent.call = sequences, self._calls.choose(sequences)
+            scheduler.plan_decode(sequences, sent.call)
+            sent.tokens = runner.run_decode(sequences, sent.call)
             self.stats.decode_calls += 1
         return sent if sent.chunks or sent.sequences or sent.constrained else None
-
-    def _steps(self) -> int:
-        """Tokens that each sequence may emit in the next call."""
-        shapes = self.model_runner.shapes
-        rows = shapes.single_step_rows
-        return 1 if rows and self._scheduler.most_running <= rows else shapes.decode_steps
 
     def _masks(
         self, sequences: list[SequenceState], outputs: list[RequestOutput]
@@ -348,8 +345,10 @@ class Engine[R: ModelRunnerBase]:
         if sent.tokens is not None:
             sampled = self._read(sent.tokens)
             assert sampled is not None
+            if sent.call.width > 1:
+                self.stats.speculation.add(sampled.token, sent.call.width)
             for row, sequence in enumerate(sent.sequences):
-                sequence.num_in_flight_tokens -= min(sent.steps, sequence.num_in_flight_tokens)
+                sequence.in_flight = sequence.in_flight.after_reading(sent.call)
                 if self._scheduler.is_unfinished(sequence):
                     outputs.append(self._add_tokens(sequence, sampled, row))
         return outputs

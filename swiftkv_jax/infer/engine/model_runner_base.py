@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from ..runner.shapes import Shapes
     from .request_state import Chunk, SequenceState
+    from .speculation import DecodeCall
 
 
 class ModelRunnerBase(Protocol):
@@ -45,9 +46,11 @@ class ModelRunnerBase(Protocol):
         token, in the order of `Chunk.scheduled_tokens`."""
         ...
 
-    def run_decode(self, sequences: Sequence[SequenceState], steps: int) -> AsyncOutput:
-        """Decode. `read` returns up to `steps` (M) tokens for each sequence: B M, -1 where one has
-        ended. `steps` is `decode_steps`, or 1 for at most `single_step_rows` sequences."""
+    def run_decode(self, sequences: Sequence[SequenceState], call: DecodeCall) -> AsyncOutput:
+        """Decode. `read` returns up to M T tokens for each sequence, in `call.steps` (M) steps of
+        `call.width` (T) tokens or fewer: B M T, -1 or `REJECTED` where there is none. `steps` is
+        `decode_steps`, or 1 for at most `single_step_rows` sequences, and `Shapes.wide_call` says
+        which widths there are."""
         ...
 
     def run_decode_constrained(

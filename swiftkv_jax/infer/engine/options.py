@@ -9,6 +9,7 @@ from ...cli import parse_size, token_count
 from ...cli.fields import option
 from ...errors import UsageError
 from ...model.config import GENERATED_KV, NO_OWN, GeneratedKV, KVCacheDtype
+from .speculation import SpeculativeConfig
 
 MAX_DECODE_STEPS = 128
 OFFLINE_PREFILL_CHUNKS = 32
@@ -128,6 +129,8 @@ class EngineOptions:
         metavar="N",
         parse=token_count,
     )
+    speculative: SpeculativeConfig | None = None
+    """Emit several tokens of a sequence in a step where its text repeats: the same tokens."""
     scoring: bool = False
     """Compile the programs that a `ScoreRequest` needs."""
     sampling: bool = True

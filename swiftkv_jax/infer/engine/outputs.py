@@ -19,6 +19,7 @@ from .requests import (
     ScoreRequest,
 )
 from .sampler_output import NON_FINITE, AsyncOutput, SamplerOutput
+from .speculation import DecodeCall
 
 MAX_SCORES = 2048
 """Most scores in one output: making their objects and their JSON must not delay other work for
@@ -31,8 +32,8 @@ class Sent:
 
     chunks: list[tuple[Chunk, AsyncOutput | None]] = dataclasses.field(default_factory=list)
     sequences: list[SequenceState] = dataclasses.field(default_factory=list)
-    steps: int = 0
-    """Tokens that each of them may emit."""
+    call: DecodeCall = DecodeCall(0)
+    """The size of their call."""
     tokens: AsyncOutput | None = None
     constrained: list[SequenceState] = dataclasses.field(default_factory=list)
     constrained_tokens: AsyncOutput | None = None
@@ -46,7 +47,8 @@ def sequence_output(
     state = sequence.request_state
     params = sequence.params
     tokens = sampled.token[row].tolist()
-    emitted = [token for token in tokens if token >= 0]
+    steps = [step for step, token in enumerate(tokens) if token >= 0]
+    emitted = [tokens[step] for step in steps]
     sequence.token_ids += emitted
     sequence.num_remaining_tokens -= len(emitted)
     broken = NON_FINITE in tokens
@@ -62,7 +64,7 @@ def sequence_output(
     state.timing.first_token = state.timing.first_token or state.timing.last_token
     logprobs = stop_logprob = None
     if params.logprobs is not None:
-        logprobs = [_logprob(sampled, (row, step), params.logprobs) for step in range(len(emitted))]
+        logprobs = [_logprob(sampled, (row, step), params.logprobs) for step in steps]
         stop_logprob = logprobs.pop() if ended else None
     reason: FinishReason | None = None
     if broken:

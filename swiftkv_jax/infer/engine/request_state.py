@@ -11,6 +11,7 @@ from .grammar import Matcher
 from .page_pool import PageNeeds, PagePool, all_pages
 from .requests import Request, ScoreRequest, Timing
 from .sampling_params import SamplingParams
+from .speculation import InFlight
 
 
 class RequestState:
@@ -172,8 +173,8 @@ class SequenceState:
     """See `RequestState`."""
     num_remaining_tokens: int
     """Tokens that the sequence may still emit."""
-    num_in_flight_tokens: int = 0
-    """Tokens that calls in flight may emit; part of `num_remaining_tokens`."""
+    in_flight: InFlight = InFlight()
+    """Tokens that calls in flight emit, of `num_remaining_tokens` at most."""
     token_ids: list[int] = dataclasses.field(default_factory=list)
     """Tokens emitted so far, including an end token."""
     matcher: Matcher | None = None
@@ -189,10 +190,38 @@ class SequenceState:
         after = self.token_ids[max(start - len(before), 0) : max(stop - len(before), 0)]
         return [*before[start:stop], *after]
 
+    def copied_pages(self, pool: PagePool) -> list[tuple[int, int]]:
+        """Pages (source, target) that a further sample copies: those with the end of the prompt.
+        They are partly filled, so they cannot be shared."""
+        state = self.request_state
+        filled = pool.needs(state.prefill_stop, state.own_start)
+        shared = state.shared_by_samples(pool)
+        copies = []
+        if filled.pages > shared.pages:
+            copies.append((state.pages[shared.pages], self.pages[shared.pages]))
+        if (last := shared.own_pages) < filled.own_pages:
+            copies += zip(state.own_pages[last], self.own_pages[last], strict=True)
+        return copies
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the calls in flight emit all that it may emit."""
+        return self.num_remaining_tokens <= self.in_flight.least
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether its steps may emit several tokens, where the engine speculates."""
+        return self.request.speculative
+
+    @property
+    def request(self) -> Request:
+        assert isinstance(self.request_state.request, Request)
+        return self.request_state.request
+
     def missing_pages(self, pool: PagePool, steps: int) -> tuple[int, PageNeeds]:
         """Pages that it needs in addition to emit up to `steps` more tokens: (their number, by
         kind)."""
-        new = min(self.num_in_flight_tokens + steps, self.num_remaining_tokens)
+        new = min(self.in_flight.most + steps, self.num_remaining_tokens)
         cached = self.request_state.prefill_target + len(self.token_ids)
         needs = pool.needs(cached + new, self.request_state.own_start)
         missing = PageNeeds(
@@ -202,8 +231,7 @@ class SequenceState:
 
     @property
     def params(self) -> SamplingParams:
-        assert isinstance(self.request_state.request, Request)
-        return self.request_state.request.params
+        return self.request.params
 
 
 def num_tiles(positions: range, page_size: int) -> int:

@@ -41,6 +41,12 @@ class Request:
     grammar: Matcher | None = None
     """Grammar that every sample follows, with `EngineOptions.structured_outputs`; each has a copy
     of it."""
+    speculative: bool = True
+    """Whether steps may emit several tokens, with `EngineOptions.speculative`; the tokens are the
+    same."""
+    prediction: Sequence[int] = ()
+    """Token ids that the answer may consist of, in part or with changes: drafts are taken from them
+    as from the prompt."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 NON_FINITE = -2
 """Marks a row whose logits are not finite; no token follows it."""
+REJECTED = -3
+"""Marks the place of a draft that differs from what came before it, and of those after it."""
 
 
 class SamplerOutput(NamedTuple):

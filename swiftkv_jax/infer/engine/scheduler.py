@@ -27,6 +27,7 @@ from ...model.config import NO_OWN
 from .chunk_builder import ChunkBuilder
 from .page_pool import PageNeeds, PagePool, all_pages
 from .request_state import Chunk, RequestState, SequenceState
+from .speculation import DecodeCall
 
 if TYPE_CHECKING:
     from ..runner.shapes import Shapes
@@ -47,7 +48,7 @@ class Scheduler:
         reserve_tokens: int,
         max_skips: int = MAX_SKIPS,
     ):
-        """`reserve_tokens` as in `EngineOptions`, at least the tokens of one decode call: a
+        """`reserve_tokens` as in `EngineOptions`, at least the most tokens of one decode call: a
         sequence decodes in the step in which its prefill ends."""
         self.pools = list(pools)
         self.shapes = shapes
@@ -154,22 +155,7 @@ class Scheduler:
                 chunk.finished_prefill.append(sequence)
                 self.running[sequence.slot] = sequence
             if sequence.index:
-                chunk.page_copies[state.dp_rank] += self._unshared(state, sequence)
-
-    def _unshared(self, state: RequestState, sequence: SequenceState) -> list[tuple[int, int]]:
-        """Pages (source, target) that a further sample copies: those with the end of the prompt.
-        They are partly filled, so they cannot be shared."""
-        pool = self.pools[state.dp_rank]
-        filled, shared = (
-            pool.needs(state.prefill_stop, state.own_start),
-            state.shared_by_samples(pool),
-        )
-        copies = []
-        if filled.pages > shared.pages:
-            copies.append((state.pages[shared.pages], sequence.pages[shared.pages]))
-        if (last := shared.own_pages) < filled.own_pages:
-            copies += zip(state.own_pages[last], sequence.own_pages[last], strict=True)
-        return copies
+                chunk.page_copies[state.dp_rank] += sequence.copied_pages(self.pools[state.dp_rank])
 
     def _admit(self, state: RequestState, builders: list[ChunkBuilder]) -> int | None:
         """Give a request slots and pages on the shard with the longest cached prefix, or else with
@@ -247,17 +233,17 @@ class Scheduler:
         return max(counts.values(), default=0)
 
     def grow(self, steps: int) -> list[SequenceState]:
-        """Give running sequences pages for a decode call of `steps` in the order of their arrival.
-        If pages run out, preempt the sequence that came last. Returns those that got pages. A
-        sequence may still get none, if requests in prefill or samples that share a prompt hold the
-        pages; it skips the call."""
+        """Give running sequences pages for a decode call of `steps` in the order of their arrival,
+        and where there are enough, for the most that a wide one emits. If pages run out, preempt
+        the sequence that came last. Returns those that got pages. A sequence may still get none, if
+        requests in prefill or samples that share a prompt hold the pages; it skips the call."""
         self._without_pages.clear()
+        self._free_ending()  # calls may have emitted more than the fewest tokens
         for sequence in self.running.values():
             position = sequence.request_state.prefill_target + len(sequence.token_ids)
             self._pool(sequence).release_hidden(sequence.pages, position)
-        needing = [
-            one for one in self.running.values() if one.missing_pages(self._pool(one), steps)[0]
-        ]
+        most = max(steps, self.shapes.most_new_tokens)
+        needing = [one for one in self.running.values() if not self.have_pages([one], most)]
         needing.sort(key=lambda one: (one.request_state.request_id, one.index))
         grown = []
         for sequence in needing:
@@ -273,10 +259,12 @@ class Scheduler:
                 self._without_pages.add(sequence)
                 continue
             for more in range(self.reserve_tokens, 0, -self.page_size):
-                most, needs = sequence.missing_pages(pool, steps + more)
-                if most <= pool.available:
-                    least, missing = most, needs
+                wanted, needs = sequence.missing_pages(pool, steps + more)
+                if wanted <= pool.available:
+                    least, missing = wanted, needs
                     break
+            if not least:
+                continue
             unused = pool.reserve([], least)
             assert unused is not None
             pages, own_pages = pool.take(iter(unused), missing)
@@ -313,22 +301,31 @@ class Scheduler:
         self.num_preemptions += 1
         return True
 
-    def schedule_decode(self, steps: int) -> list[SequenceState]:
-        """Sequences without a grammar that emit tokens in a call of `steps`. Those that reach their
-        `max_tokens` in it free their slots at once, and their pages when it is read."""
-        sequences = [
+    def ready_to_decode(self) -> list[SequenceState]:
+        """Sequences without a grammar that can emit tokens in the next call."""
+        return [
             sequence
             for sequence in self.running.values()
             if sequence.matcher is None and sequence not in self._without_pages
         ]
+
+    def have_pages(self, sequences: Sequence[SequenceState], tokens: int) -> bool:
+        """Whether these sequences have pages for so many tokens more."""
+        return not any(one.missing_pages(self._pool(one), tokens)[0] for one in sequences)
+
+    def plan_decode(self, sequences: Sequence[SequenceState], call: DecodeCall) -> None:
+        """Count what `call` emits of these sequences. Those that are sure to reach their
+        `max_tokens` in it free their slots at once, and their pages when it is read."""
         for sequence in sequences:
-            unplanned = sequence.num_remaining_tokens - sequence.num_in_flight_tokens
-            sequence.num_in_flight_tokens += min(steps, unplanned)
-            if unplanned <= steps:
-                del self.running[sequence.slot]
-                self._free_slot(sequence)
-                self.ending[sequence] = None
-        return sequences
+            sequence.in_flight = sequence.in_flight.after_sending(call)
+        self._free_ending()
+
+    def _free_ending(self) -> None:
+        """Free the slots of running sequences that the calls in flight end."""
+        for sequence in [one for one in self.running.values() if one.is_ending]:
+            del self.running[sequence.slot]
+            self._free_slot(sequence)
+            self.ending[sequence] = None
 
     def schedule_constrained(self) -> list[SequenceState]:
         """Sequences that follow a grammar. They emit one token in a call, because the next mask
@@ -344,7 +341,7 @@ class Scheduler:
         unless generated tokens kept their own keys and values. An `aborted` sequence still has to
         be removed from the model runner."""
         state, pool = sequence.request_state, self._pool(sequence)
-        decoded = sequence.token_ids or sequence.num_in_flight_tokens
+        decoded = sequence.token_ids or sequence.in_flight.least
         if decoded and state.own_start == NO_OWN and self.is_unfinished(sequence):
             whole = state.prefill_target // self.page_size
             rest = state.prefill_token_ids[whole * self.page_size :]

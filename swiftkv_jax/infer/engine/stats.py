@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from .request_state import Chunk
 from .scheduler import Scheduler
+from .speculation import DraftStats
 
 
 @dataclasses.dataclass
@@ -34,6 +35,7 @@ class Stats:
     idle_seconds: float = 0.0
     """Seconds in which the device had nothing to do although requests were running, as `IdleTimer`
     saw it."""
+    speculation: DraftStats = dataclasses.field(default_factory=DraftStats)
     preemptions: int = 0
     """Requests that were preempted to make room for earlier ones."""
     num_times_skipped: int = 0

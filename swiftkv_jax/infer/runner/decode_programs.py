@@ -31,6 +31,17 @@ from .cached_layers import (
     run_upper_layers_two_caches,
 )
 from .decode_state import DecodeBatch, DecodeState
+from .drafts import (
+    Block,
+    Drafting,
+    FoldedQueries,
+    accepted,
+    draft,
+    extend_history,
+    mark_rejected,
+    one_token_rows,
+    repeated,
+)
 from .layout import (
     keep_cache_sharding,
     pool_sharding,
@@ -50,10 +61,11 @@ def decode_logits(
     batch: DecodeBatch,
     cache: KVCache,
     *,
+    block: Block | None = None,
     attention: Attention = DEFAULT,
-) -> tuple[Float[Array, "B V"], KVCache]:
-    """One token of each sequence through all layers: float32 logits of the next one, and the cache
-    with the token's keys and values.
+) -> tuple[Float[Array, "B T V"], KVCache]:
+    """The last token of each sequence, or the T of its row in `block`, through all layers: float32
+    logits of the next ones, and the cache with the tokens' keys and values.
 
     Sequences that have ended write nothing. Where `kv_programs` is both, tokens from
     `batch.own_start` on keep their own upper keys and values; where it is own, all of them.
@@ -62,7 +74,13 @@ def decode_logits(
     sharding = pool_sharding(config, attention)
     page_size = cache.k[0].values.shape[2]
     active = batch.remaining > 0
-    length = batch.length
+    if block is None:
+        width, rows, last = 1, batch, batch.length
+        length, real = batch.length, active
+    else:
+        width = block.tokens.shape[1]
+        rows, last = repeated(batch, width), block.position[:, -1]
+        length, real = block.position.reshape(-1), block.real.reshape(-1)
 
     def page_of(table, position, written):
         """The pages that hold `position`, or `INVALID_PAGE` where nothing is written."""
@@ -70,13 +88,19 @@ def decode_logits(
         return jnp.where(written, page, INVALID_PAGE)
 
     def writer(page, offset) -> Write:
-        return lambda pool, new: write_token(pool, new, page, offset, sharding)
+        def write(pool, new):
+            return write_token(pool, one_token_rows(new), page, offset, sharding)
 
-    def reader(table, lengths, **options: Any):
-        query = (length.shape[0], 1, config.num_heads, config.head_dim)
+        return write
+
+    def reader(table, lengths, *, folded: bool = False, **options: Any):
+        """With `folded` all queries of a row see the same positions."""
+        query = (active.shape[0], width, config.num_heads, config.head_dim)
+        query = jax.ShapeDtypeStruct(query, weights.embed.dtype)
+        fold = FoldedQueries(config.num_kv_heads, width) if folded and width > 1 else None
         plans = {  # the same for all layers with a window
             window: attention.plan_decode(
-                jax.ShapeDtypeStruct(query, weights.embed.dtype),
+                query if fold is None else jax.eval_shape(fold.fold, query),
                 cache.k[0].values,
                 lengths,
                 page_table=table,
@@ -87,8 +111,8 @@ def decode_logits(
         }
 
         def read(q, k: Pool, v: Pool, window: int | None) -> Any:
-            return attention.decode(
-                q,
+            read = attention.decode(
+                q if fold is None else fold.fold(q),
                 k.values,
                 v.values,
                 lengths,
@@ -100,53 +124,60 @@ def decode_logits(
                 score_cap=config.score_cap,
                 **options,
             )
+            return read if fold is None else jax.tree.map(fold.unfold, read)
 
         return read
 
-    written = active
+    written = real
     if config.exact_head and kv != "own":  # prefill has written what position 0 keeps
         written &= length > 0
-    page = page_of(batch.page_table, length, written)
-    lengths = jnp.where(active, length + 1, 0)
+    page = page_of(rows.page_table, length, written)
+    lengths = jnp.where(active, last + 1, 0)
     write = writer(page, length % page_size)
     read = reader(batch.page_table, lengths)
+    if block is None:
+        tokens, positions = batch.token[:, None], batch.length[:, None]
+    else:
+        tokens, positions = block.tokens, block.position
     x, tables, cache = run_lower_layers(
-        config, weights, batch.token[:, None], length[:, None], cache, write, read, attention
+        config, weights, tokens, positions, cache, write, read, attention
     )
     if weights.upper and kv != "own":
         before = None
         if cache.tap is not None:
-            last = page_of(batch.page_table, jnp.maximum(length - 1, 0), True)
-            before = decode_before(page, last, length, state_sharding(attention))
+            page_before = page_of(batch.page_table, jnp.maximum(length - 1, 0), True)
+            before = decode_before(page, page_before, length, state_sharding(attention))
         cache = run_boundary(
             config, weights, x, tables, cache, write, read, attention, before=before
         )
     if kv == "boundary":
         x = run_upper_layers(config, weights, x, tables, cache, read, attention)
     elif config.key_value_group_size > 1:
-        position = length - batch.own_start  # among the tokens that keep their own
-        own_lengths = jnp.where(active, jnp.maximum(position + 1, 0), 0)
+        position = length - rows.own_start  # among the tokens that keep their own
+        own_last = position if width == 1 else last - batch.own_start
+        own_lengths = jnp.where(active, jnp.maximum(own_last + 1, 0), 0)
         own = []
         for part in range(config.pages_per_own_page):
             table = batch.own_page_table[:, :, part]
-            own_page = page_of(table, jnp.maximum(position, 0), active & (position >= 0))
+            of_tokens = table if width == 1 else repeated(table, width)
+            own_page = page_of(of_tokens, jnp.maximum(position, 0), real & (position >= 0))
             own_read = reader(table, own_lengths, return_lse=True)
             own.append(OwnCache(writer(own_page, position % page_size), own_read))
         shared = jnp.minimum(lengths, batch.own_start)
-        read = reader(batch.page_table, shared, return_lse=True)
+        read = reader(batch.page_table, shared, folded=True, return_lse=True)
         x, cache = run_upper_layers_two_caches(
             config, weights, x, tables, cache, own, read, attention
         )
     else:
-        own_page = page if kv == "own" else jnp.where(length >= batch.own_start, page, INVALID_PAGE)
+        own_page = page if kv == "own" else jnp.where(length >= rows.own_start, page, INVALID_PAGE)
         write = writer(own_page, length % page_size)
         x, cache = run_upper_layers_own(config, weights, x, tables, cache, write, read, attention)
-    return unembed(config, weights, x)[:, 0], cache
+    return unembed(config, weights, x), cache
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=("config", "steps", "attention", "greedy"),
+    static_argnames=("config", "steps", "attention", "greedy", "drafting"),
     donate_argnames="state",
 )
 def decode(
@@ -159,9 +190,10 @@ def decode(
     attention: Attention = DEFAULT,
     greedy: bool = False,
     masks: UInt32[Array, "B _"] | None = None,
+    drafting: Drafting | None = None,
 ) -> tuple[DecodeState, SamplerOutput]:
     """Emit up to `steps` (M) tokens for each sequence in `slots`: `SamplerOutput` of B M, token -1
-    where a sequence has ended.
+    where a sequence has ended. With `drafting` a step emits one token or more, at most T: B M T.
 
     An end token is emitted and ends its sequence. A slot past the last is empty. `greedy` is for
     sequences that all ask for the likeliest token and nothing else (`is_plain_greedy`): without the
@@ -171,29 +203,74 @@ def decode(
     """
 
     def step(carry, _):
-        cache, batch, token_counts = carry
+        cache, batch, token_counts, history = carry
         logits, cache = decode_logits(config, weights, batch, cache, attention=attention)
+        logits = logits[:, 0]
         active = batch.remaining > 0
         if greedy:
             sampled = sample_greedy(logits)
         else:
             allowed = logits if masks is None else apply_masks(logits, masks)
-            sampled = sample(
-                allowed, batch.sampling, token_counts, slots, batch.length, reported=logits
-            )
+
+            def counts():
+                return token_counts.at[slots].get(mode="clip")
+
+            sampled = sample(allowed, batch.sampling, counts, batch.length, reported=logits)
             token_counts = update_token_counts(token_counts, slots, sampled.token, active)
         cache = keep_cache_sharding(config, cache, attention)
-        carry = cache, batch.advance(sampled.token), token_counts
+        if history is not None:
+            new = batch.length[:, None], sampled.token[:, None], active[:, None]
+            history = extend_history(history, slots, batch, *new)
+        carry = cache, batch.advance(sampled.token), token_counts, history
         return carry, sampled._replace(token=jnp.where(active, sampled.token, -1))
 
+    def verify(drafting: Drafting, carry, _):
+        cache, batch, token_counts, history = carry
+        block = draft(history.at[slots].get(mode="clip"), batch, drafting)
+        logits, cache = decode_logits(
+            config, weights, batch, cache, block=block, attention=attention
+        )
+        width = drafting.width
+        logits = logits.reshape(-1, logits.shape[-1])
+
+        def counts():
+            """Those before each place: with the drafts up to it."""
+            new = repeated(token_counts.at[slots].get(mode="clip"), width)
+            for column in range(1, width):
+                token = jnp.repeat(block.tokens[:, column], width)
+                counted = block.drafted[:, column, None] & (jnp.arange(width) >= column)
+                row = jnp.arange(token.shape[0])
+                new = update_token_counts(new, row, token, counted.reshape(-1))
+            return new
+
+        sampling = repeated(batch.sampling, width)
+        sampled = sample(logits, sampling, counts, block.position.reshape(-1))
+        token = sampled.token.reshape(block.tokens.shape)
+        after, emitted = accepted(block, token, batch)
+        for column in range(width):
+            token_counts = update_token_counts(
+                token_counts, slots, token[:, column], emitted[:, column]
+            )
+        history = extend_history(history, slots, batch, block.position, token, emitted)
+        cache = keep_cache_sharding(config, cache, attention)
+        sampled = sampled._replace(token=mark_rejected(block, token, emitted).reshape(-1))
+        sampled = jax.tree.map(lambda leaf: leaf.reshape(-1, width, *leaf.shape[1:]), sampled)
+        return (cache, after, token_counts, history), sampled
+
     batch = split_rows(state.batch.gather(slots), attention)
-    carry = state.cache, batch, state.token_counts
-    (cache, batch, token_counts), sampled = jax.lax.scan(step, carry, length=steps)
+    carry = state.cache, batch, state.token_counts, state.history
+    run = step if drafting is None else functools.partial(verify, drafting)
+    (cache, batch, token_counts, history), sampled = jax.lax.scan(run, carry, length=steps)
     sampled = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), sampled)
+    if drafting is not None:
+        sampled = jax.tree.map(
+            lambda leaf: leaf.reshape(leaf.shape[0], -1, *leaf.shape[3:]), sampled
+        )
     state = DecodeState(
         cache,
         replicate(state.batch.scatter(slots, batch), attention),
         replicate(token_counts, attention),
+        replicate(history, attention),
     )
     return state, replicate(sampled, attention)
 

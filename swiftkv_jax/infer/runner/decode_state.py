@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Int, UInt16
+from jaxtyping import Array, Int, Shaped
 
 from ...model.cache import KVCache
 from ...model.params import Leaf
-from ..engine import request_state, requests
+from ..engine import request_state
 from ..engine.sampler_output import NON_FINITE
 from ..sampling.metadata import SamplingMetadata, empty_sampling, sampling_row
 
@@ -34,6 +34,8 @@ class DecodeBatch:
     sampling: SamplingMetadata
     own_start: Leaf = None  # i32[B]; see `RequestState`; None where no sequence needs it
     own_page_table: Leaf = None  # i32[B, P, O]; `RequestState.own_pages`; None without them
+    # i32[B]; see `drafts.history_of`, -1 for a row without drafts; None without speculation
+    history_offset: Leaf = None
 
     def gather(self, slots: Int[Array, " B"]) -> DecodeBatch:
         """The sequences in these slots. A slot past the last is empty."""
@@ -76,6 +78,7 @@ class DecodeState:
     cache: KVCache
     batch: DecodeBatch
     token_counts: Leaf  # u16[B, V]; see `sampling.penalties`
+    history: Leaf = None  # i32[B, N]; see `drafts.history_of`; None without speculation
 
 
 class PageTables(NamedTuple):
@@ -103,8 +106,7 @@ def sampling_of(
     sequence: request_state.SequenceState, eos_token_ids: Sequence[int]
 ) -> SamplingMetadata:
     """The sampling parameters of a sequence in NumPy."""
-    request = sequence.request_state.request
-    assert isinstance(request, requests.Request)
+    request = sequence.request
     return sampling_row(
         request.params,
         rng_stream=(request.rng_stream, sequence.index),
@@ -120,6 +122,7 @@ def make_batch(
     page_tables: PageTables,
     sampling: Sequence[SamplingMetadata],
     own_start: Sequence[int] | None = None,
+    history_offset: Sequence[int] | None = None,
 ) -> DecodeBatch:
     """A batch in NumPy."""
     return DecodeBatch(
@@ -130,21 +133,29 @@ def make_batch(
         sampling=jax.tree.map(lambda *leaves: np.stack(leaves), *sampling),
         own_start=None if own_start is None else np.array(own_start, np.int32),
         own_page_table=page_tables.own_page_table,
+        history_offset=None if history_offset is None else np.array(history_offset, np.int32),
     )
 
 
 def empty_batch(
-    batch: int, table_pages: int, *, own_start: bool = False, pages_per_own_page: int = 0
+    batch: int,
+    table_pages: int,
+    *,
+    own_start: bool = False,
+    pages_per_own_page: int = 0,
+    drafts: bool = False,
 ) -> DecodeBatch:
-    """A batch in NumPy of slots without sequences, with `own_start` or without it, and a page table
-    of tuples of `pages_per_own_page`, unless that is 0."""
+    """A batch in NumPy of slots without sequences, with `own_start` or without it, a page table of
+    tuples of `pages_per_own_page`, unless that is 0, and `history_offset` for `drafts`."""
     zeros = np.zeros(batch, np.int32)
     page_table = np.zeros((batch, table_pages), np.int32)
     own = zeros if own_start else None
     own_table = (
         np.zeros((batch, table_pages, pages_per_own_page), np.int32) if pages_per_own_page else None
     )
-    return DecodeBatch(zeros, zeros, zeros, page_table, empty_sampling(batch), own, own_table)
+    offset = zeros if drafts else None
+    sampling = empty_sampling(batch)
+    return DecodeBatch(zeros, zeros, zeros, page_table, sampling, own, own_table, offset)
 
 
 @functools.partial(jax.jit, donate_argnames="batch")
@@ -163,9 +174,10 @@ def update_page_tables(
     return dataclasses.replace(batch, **new._asdict())
 
 
-@functools.partial(jax.jit, donate_argnames="token_counts")
-def insert_token_counts(
-    token_counts: UInt16[Array, "B V"], slot: Int[Array, ""], counts: UInt16[Array, " V"]
-) -> UInt16[Array, "B V"]:
-    """`token_counts` with those of a new sequence that asks for penalties."""
-    return token_counts.at[slot].set(counts)
+@functools.partial(jax.jit, donate_argnames="rows")
+def insert_row(
+    rows: Shaped[Array, "B N"], slot: Int[Array, ""], row: Shaped[Array, " N"]
+) -> Shaped[Array, "B N"]:
+    """Token counts or texts with the whole row of a new sequence: nothing of the one before it in
+    the slot stays."""
+    return rows.at[slot].set(row)

@@ -68,7 +68,10 @@ class Layout:
         """The `ShapeDtypeStruct` of every array of the decode state."""
         slots = shapes.dp_size * shapes.slots
         counts = self.array((slots, self.config.vocab_size), jnp.uint16)
-        return DecodeState(self.cache(shapes), self.batch(slots, shapes), counts)
+        history = None
+        if size := shapes.history_size:
+            history = self.array((slots, size), jnp.int32)
+        return DecodeState(self.cache(shapes), self.batch(slots, shapes), counts, history)
 
     def init_state(self, shapes: Shapes) -> DecodeState:
         """The decode state of an engine without requests."""
@@ -82,8 +85,11 @@ class Layout:
             self.row_sharding,
         )
         batch = jax.device_put(shapes.empty_batch(slots), self.replicated)
-        counts = (slots, self.config.vocab_size)
-        return DecodeState(cache, batch, jnp.zeros(counts, jnp.uint16, device=self.replicated))
+        counts = jnp.zeros((slots, self.config.vocab_size), jnp.uint16, device=self.replicated)
+        history = None
+        if size := shapes.history_size:
+            history = jnp.full((slots, size), -1, jnp.int32, device=self.replicated)
+        return DecodeState(cache, batch, counts, history)
 
     def array(self, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
         """An array that the host reads or writes."""

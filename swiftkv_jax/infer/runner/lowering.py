@@ -19,10 +19,18 @@ from ...model.quantization import Scheme
 from ...pallas_kernels import Implementation
 from ..engine.grammar import mask_words
 from .decode_programs import copy_pages, decode
-from .decode_state import PageTables, insert_sequences, insert_token_counts, update_page_tables
+from .decode_state import PageTables, insert_row, insert_sequences, update_page_tables
+from .drafts import Drafting
 from .kv_heads import with_kv_head_copies
 from .layout import Layout
-from .prefill_chunk import Joined, PrefillChunk, QueryTiles, UpperTokens
+from .prefill_chunk import (
+    Joined,
+    PrefillChunk,
+    QueryTiles,
+    ScheduledShards,
+    UpperTokens,
+    chunk_needs,
+)
 from .prefill_programs import prefill_chunk, prefill_tail, score_chunk
 from .serving_form import Weights, served_config, weight_shapes
 from .shapes import Shapes, has_own_start
@@ -81,14 +89,19 @@ class DecodeProgram:
     single_step: bool = False
     """Whether it emits one token of each sequence; else `Shapes.decode_steps`. A constrained
     program always emits one."""
+    width: int = 1
+    """Tokens of a sequence in a step, with drafts (`Shapes.wide_call`)."""
 
     def __str__(self) -> str:
         steps = ", single step" if self.single_step else ""
+        if self.width > 1:
+            steps = f", {self.width} tokens a step"
         return f"{self.kind} decode of {self.rows} sequences{steps}"
 
 
-StateUpdate = Literal["insert", "page_tables", "token_counts", "copy"]
-"""The programs that write sequences, page tables, token counts or pages into the decode state."""
+StateUpdate = Literal["insert", "page_tables", "token_counts", "history", "copy"]
+"""The programs that write sequences, page tables, token counts, text or pages into the decode
+state."""
 
 Program = PrefillProgram | UpperProgram | DecodeProgram | StateUpdate
 """Identifies a compiled program of an engine."""
@@ -145,6 +158,10 @@ def lower_all(
             if rows in shapes.single_step_sizes:
                 program = DecodeProgram(rows, kind, single_step=True)
                 add(program, decode, *operands, **one_step, greedy=is_greedy)
+        if shapes.widths:
+            steps, width = shapes.wide_call(rows)
+            wide = static | {"steps": steps, "drafting": Drafting(width, *shapes.lookup)}
+            add(DecodeProgram(rows, width=width), decode, *operands, **wide)
         if shapes.structured_outputs:
             words = mask_words(served.vocab_size)
             masks = layout.array((shapes.dp_size * rows, words), jnp.uint32)
@@ -155,10 +172,29 @@ def lower_all(
     tables = PageTables(new.page_table, new.own_page_table)
     add("page_tables", update_page_tables, state.batch, ints(INSERT_SEQUENCES), tables)
     counts = layout.array((served.vocab_size,), jnp.uint16)
-    add("token_counts", insert_token_counts, state.token_counts, ints(), counts)
+    add("token_counts", insert_row, state.token_counts, ints(), counts)
+    if state.history is not None:
+        row = ints(shapes.history_size)
+        add("history", insert_row, state.history, ints(), row)
     pages = ints(shapes.dp_size * COPY_PAGES)
     add("copy", copy_pages, served, pages, pages, state.cache, attention=attention)
     return lower
+
+
+def prefill_program(shapes: Shapes, shards: ScheduledShards) -> PrefillProgram | UpperProgram:
+    """The smallest compiled program that can run a chunk."""
+    needs = chunk_needs(shards, shapes.page_size)
+    most_tiles = max(needs.tiles, needs.upper_tiles)  # own pages may divide tokens otherwise
+    size, tiles, context = shapes.chunk(needs.tokens, most_tiles, needs.context_pages)
+    if not needs.upper_tokens:
+        return PrefillProgram(size, tiles, context)
+    scores = any(scheduled.scored for shard in shards for scheduled in shard)
+    upper = next(
+        n
+        for n in (shapes.scored if scores else shapes.tails)(size)
+        if n >= needs.upper_tokens and shapes.tiles(n)[-1] >= needs.upper_tiles
+    )
+    return UpperProgram(size, upper, context, scores)
 
 
 def compiler_defaults(program: Program, platform: str) -> dict[str, str]:
@@ -278,6 +314,7 @@ def _shapes_of(program: Program, page_size: int) -> dict[str, Any]:
         case UpperProgram(tokens, upper_tokens, context, scores):
             upper = {"scoring": True} if scores else {"tail": upper_tokens}
             return {"chunks": (tokens,), "contexts": (context,), **upper}
-        case DecodeProgram(rows):
-            return {"decode_rows": (rows,), "decode_kinds": ("sampling", "greedy")}
+        case DecodeProgram(rows, width=width):
+            kinds = {"decode_rows": (rows,), "decode_kinds": ("sampling", "greedy")}
+            return kinds if width == 1 else {**kinds, "widths": (width,)}
     return {}

@@ -12,7 +12,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -24,9 +24,12 @@ from ...pallas_kernels import ImplementationError
 from ..engine.grammar import mask_words
 from ..engine.request_state import Chunk, SequenceState
 from ..engine.sampler_output import AsyncOutput, SamplerOutput
+from ..engine.speculation import DecodeCall
 from ..sampling.penalties import token_counts_of
+from .choose_shapes import check_pages
 from .compilation import CompileCounter, compile_all
 from .decode_state import DecodeBatch, PageTables, make_batch, page_tables, sampling_of
+from .drafts import history_of
 from .layout import Layout
 from .lowering import (
     COPY_PAGES,
@@ -37,19 +40,19 @@ from .lowering import (
     UpperProgram,
     compiler_defaults,
     lower_all,
+    prefill_program,
 )
 from .memory import MemoryPlan, allocating, host_memory, memory_plan
 from .prefill_chunk import (
     INVALID_PAGE,
     Joined,
     ScheduledShards,
-    chunk_needs,
     pack_chunk,
     pack_upper,
     scored_index,
 )
 from .serving_form import Weights
-from .shapes import Shapes, check_pages
+from .shapes import Shapes
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +164,7 @@ class ModelRunner:
         state, limit, mesh = self.layout.state(self.shapes), self._memory_limit, self.layout.mesh
         if limit is None and self._device.platform == "cpu":
             limit = host_memory() // (1 if mesh is None else mesh.size)
-        rows, kept = (state.batch, state.token_counts), self._kept_bytes
+        rows, kept = (state.batch, state.token_counts, state.history), self._kept_bytes
         return memory_plan(self.weights, state.cache, rows, self._compiled, limit, kept)
 
     def _warm_up(self) -> None:
@@ -178,7 +181,11 @@ class ModelRunner:
                     self._decode(program, [[] for _ in empty], masks)
             self.remove_sequences([0])
             self._copy([[] for _ in empty], least=1)
-            self._insert_token_counts(0, [], 0)
+            counts = token_counts_of([], 0, self.config.vocab_size)
+            self._insert_row("token_counts", 0, counts)
+            if self.shapes.widths:
+                row, _ = history_of([], [], [], self.shapes.history_size)
+                self._insert_row("history", 0, row)
             self._update_pages([], self._page_tables([]))
         jax.block_until_ready(self._state)
 
@@ -194,6 +201,7 @@ class ModelRunner:
         for some in itertools.batched(sequences, INSERT_SEQUENCES):
             states = [sequence.request_state for sequence in some]
             own_start = [state.own_start for state in states]
+            offsets = [self._insert_history(sequence) for sequence in some if self.shapes.widths]
             batch = make_batch(
                 tokens=[state.prefill_token_ids[-1] for state in states],
                 lengths=[state.prefill_target for state in states],
@@ -201,14 +209,15 @@ class ModelRunner:
                 page_tables=self._page_tables(some),
                 sampling=[sampling_of(sequence, self.eos_token_ids) for sequence in some],
                 own_start=own_start if self.shapes.has_own_start else None,
+                history_offset=offsets or None,
             )
             self._insert([sequence.slot for sequence in some], batch)
         for sequence in sequences:
             if sequence.params.has_penalty:
                 state = sequence.request_state
-                self._insert_token_counts(
-                    sequence.slot, state.prefill_token_ids, state.num_generated_tokens
-                )
+                tokens, generated = state.prefill_token_ids, state.num_generated_tokens
+                counts = token_counts_of(tokens, generated, self.config.vocab_size)
+                self._insert_row("token_counts", sequence.slot, counts)
 
     def update_pages(self, sequences: Sequence[SequenceState]) -> None:
         """See `ModelRunnerBase`."""
@@ -222,33 +231,21 @@ class ModelRunner:
         """See `ModelRunnerBase`."""
         output = None
         if any(chunk.shards):
-            program = self._prefill_program(chunk.shards)
+            program = prefill_program(self.shapes, chunk.shards)
             padding = self.shapes.dp_size * program.tokens - chunk.num_tokens
             output = self._prefill(program, chunk.shards)._replace(num_padding=padding)
         self._copy(chunk.page_copies)
         return output
 
-    def _prefill_program(self, shards: ScheduledShards) -> PrefillProgram | UpperProgram:
-        """The smallest compiled program that can run a chunk."""
-        shapes, needs = self.shapes, chunk_needs(shards, self.shapes.page_size)
-        most_tiles = max(needs.tiles, needs.upper_tiles)  # own pages may divide tokens otherwise
-        size, tiles, context = shapes.chunk(needs.tokens, most_tiles, needs.context_pages)
-        if not needs.upper_tokens:
-            return PrefillProgram(size, tiles, context)
-        scores = any(scheduled.scored for shard in shards for scheduled in shard)
-        upper = next(
-            n
-            for n in (shapes.scored if scores else shapes.tails)(size)
-            if n >= needs.upper_tokens and shapes.tiles(n)[-1] >= needs.upper_tiles
-        )
-        return UpperProgram(size, upper, context, scores)
-
-    def run_decode(self, sequences: Sequence[SequenceState], steps: int) -> AsyncOutput:
+    def run_decode(self, sequences: Sequence[SequenceState], call: DecodeCall) -> AsyncOutput:
         """See `ModelRunnerBase`."""
         slots, size, index = self._decode_rows(sequences)
         plain = all(sequence.params.is_plain_greedy for sequence in sequences)
-        kind = self.shapes.decode_kind(plain)
-        program = DecodeProgram(size, kind, single_step=steps != self.shapes.decode_steps)
+        if call.width > 1:
+            program = DecodeProgram(size, width=call.width)
+        else:
+            single = call.steps != self.shapes.decode_steps
+            program = DecodeProgram(size, self.shapes.decode_kind(plain), single_step=single)
         return AsyncOutput(self._decode(program, slots), index)
 
     def run_decode_constrained(
@@ -271,7 +268,7 @@ class ModelRunner:
             dp_rank = sequence.request_state.dp_rank
             rows.append((dp_rank, len(slots[dp_rank])))
             slots[dp_rank].append(sequence.slot)
-        size = next(size for size in self.shapes.decode_rows if size >= max(map(len, slots)))
+        size = self.shapes.size_of(max(map(len, slots)))
         return slots, size, np.array([dp_rank * size + row for dp_rank, row in rows])
 
     def is_idle(self) -> bool:
@@ -372,12 +369,20 @@ class ModelRunner:
         missing = INSERT_SEQUENCES - len(slots)
         return np.array([*slots, *[past_the_last] * missing], np.int32)
 
-    def _insert_token_counts(self, slot: int, tokens: Sequence[int], num_generated: int) -> None:
-        counts = token_counts_of(tokens, num_generated, self.config.vocab_size)
-        token_counts = self._compiled["token_counts"](
-            self._state.token_counts, np.int32(slot), counts
-        )
-        self._state = dataclasses.replace(self._state, token_counts=token_counts)
+    def _insert_history(self, sequence: SequenceState) -> int:
+        """Write the text of a sequence; returns its offset, -1 without drafts."""
+        request, tokens = sequence.request, sequence.request_state.prefill_token_ids
+        if not sequence.has_drafts:
+            return -1
+        generated = tokens[len(request.prompt) :]
+        size = self.shapes.history_size
+        row, offset = history_of(request.prompt, request.prediction, generated, size)
+        self._insert_row("history", sequence.slot, row)
+        return offset
+
+    def _insert_row(self, name: Literal["token_counts", "history"], slot: int, row) -> None:
+        rows = self._compiled[name](getattr(self._state, name), np.int32(slot), row)
+        self._state = dataclasses.replace(self._state, **{name: rows})
 
 
 @functools.cache

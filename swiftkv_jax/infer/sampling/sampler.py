@@ -19,14 +19,13 @@ from .penalties import apply_penalties, changes_logits
 def sample(
     logits: Float[Array, "B V"],
     sampling: SamplingMetadata,
-    token_counts: UInt16[Array, "_ V"],
-    slots: Int[Array, " B"],
+    token_counts: Callable[[], UInt16[Array, "B V"]],
     position: Int[Array, " B"],
     *,
     reported: Float[Array, "B V"] | None = None,
 ) -> SamplerOutput:
-    """The token that follows the one at `position` of each row. `token_counts` have a row for each
-    slot, and are read only for rows with penalties. Log-probabilities are those of the logits
+    """The token that follows the one at `position` of each row. `token_counts` makes the rows'
+    counts, and is called only for rows with penalties. Log-probabilities are those of the logits
     `reported`, where these are not the ones to choose from.
 
     The randomness of a draw is fold_in of the row's stream and `position` into key(seed): the same
@@ -38,7 +37,7 @@ def sample(
     reports = jnp.any(sampling.num_logprobs >= 0)
 
     def penalized():
-        counts = token_counts.at[slots].get(mode="clip")
+        counts = token_counts()
         greedy, largest = _likeliest(apply_penalties(logits, sampling, counts, position))
         # Once more from the logits: the changed logits and the weights, one after the other in the
         # same memory.

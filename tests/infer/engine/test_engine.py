@@ -18,9 +18,9 @@ from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.requests import NOT_FINITE, Request, RequestOutput, ScoreRequest
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.infer.runner.build import build_model_runner
+from swiftkv_jax.infer.runner.choose_shapes import with_contexts
 from swiftkv_jax.infer.runner.lowering import DecodeProgram, PrefillProgram, UpperProgram
 from swiftkv_jax.infer.runner.model_runner import ModelRunner
-from swiftkv_jax.infer.runner.shapes import with_contexts
 from swiftkv_jax.model.cache import KVCacheDtype, bytes_per_token, cache_dtype
 from swiftkv_jax.model.mesh import make_mesh
 from tests import tiny

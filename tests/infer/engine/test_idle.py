@@ -32,9 +32,9 @@ class TimedRunner(MockModelRunner):
         self._start()
         return super().run_chunk(chunk)
 
-    def run_decode(self, sequences, steps):
+    def run_decode(self, sequences, call):
         self._start()
-        return super().run_decode(sequences, steps)
+        return super().run_decode(sequences, call)
 
     def _start(self):
         if self.idle_from:  # before the first call there was no work

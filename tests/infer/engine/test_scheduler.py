@@ -330,6 +330,7 @@ def test_at_random(seed):
         single_step_rows=kinds.choice([0, 0, 1, 2]),
         window=random.Random(f"window {seed}").choice([None, 1, 3, 8, 21]),
         exact_tail=[None, 0, 1, 3, 9][seed % 5],
+        width=random.Random(f"width {seed}").choice([1, 1, 2, 3, 4]),
     )
     prefixes = [prompt_of(number, rng.randint(1, 24)) for number in range(3)]
     live: dict[int, tuple[Request | ScoreRequest, dict[int, list[int]]]] = {}

@@ -20,9 +20,7 @@ PROMPT_LENGTH = 3
 
 @jax.jit
 def jitted_sample(logits, sampling, token_counts, position):
-    """`sample` of rows in slots of their own, in order."""
-    slots = jnp.arange(len(position), dtype=jnp.int32)
-    return sample(logits, sampling, token_counts, slots, position)
+    return sample(logits, sampling, lambda: token_counts, position)
 
 
 jitted_penalties = jax.jit(apply_penalties)

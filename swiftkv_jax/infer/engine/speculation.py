@@ -1,0 +1,135 @@
+"""Speculation: several tokens of a sequence in one step, the same as without it.
+
+Drafts come from a sequence's own text (`runner.drafts`), and the sampler decides at each place, so
+a step emits one token at least. How many is known when the call is read: what is planned has two
+bounds. Slots go by the fewest tokens that calls in flight emit, pages by the most.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ...errors import UsageError
+from .sampler_output import REJECTED
+
+if TYPE_CHECKING:
+    from ..runner.shapes import Shapes
+    from .request_state import SequenceState
+    from .scheduler import Scheduler
+
+MAX_SPECULATIVE_TOKENS = 15
+MAX_LOOKUP = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """Speculation of an engine, with vLLM's names.
+
+    Raises `UsageError` for a value out of range.
+    """
+
+    num_speculative_tokens: int = MAX_SPECULATIVE_TOKENS
+    """Most drafts of a sequence in a step. Calls with many rows draft fewer."""
+    prompt_lookup_min: int = 2
+    """Fewest tokens at the end of a text that must have occurred in it before."""
+    prompt_lookup_max: int = MAX_LOOKUP
+    """Most tokens that are compared."""
+
+    def __post_init__(self):
+        for name, least, most in (
+            ("num_speculative_tokens", 1, MAX_SPECULATIVE_TOKENS),
+            ("prompt_lookup_min", 1, MAX_LOOKUP),
+            ("prompt_lookup_max", self.prompt_lookup_min, MAX_LOOKUP),
+        ):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= most:
+                raise UsageError(
+                    f"`speculative_config.{name}`={value!r} must be a whole number from {least} to "
+                    f"{most}",
+                    option="speculative_config",
+                )
+
+
+class DecodeCall(NamedTuple):
+    """The size of a decode call."""
+
+    steps: int
+    width: int = 1
+    """Most tokens of a sequence in a step."""
+
+    @property
+    def most(self) -> int:
+        """Most tokens that a sequence can emit."""
+        return self.steps * self.width
+
+
+class InFlight(NamedTuple):
+    """Tokens that calls in flight emit of a sequence."""
+
+    least: int = 0
+    """Fewest tokens, unless one of them ends the sequence."""
+    most: int = 0
+
+    def after_sending(self, call: DecodeCall) -> InFlight:
+        return InFlight(self.least + call.steps, self.most + call.most)
+
+    def after_reading(self, call: DecodeCall) -> InFlight:
+        return InFlight(self.least - call.steps, self.most - call.most)
+
+
+class DecodeCalls:
+    """Chooses the next decode call of an engine."""
+
+    def __init__(self, shapes: Shapes, scheduler: Scheduler):
+        self._shapes = shapes
+        self._scheduler = scheduler
+
+    @property
+    def steps(self) -> int:
+        """Steps of the next call of width 1."""
+        rows = self._shapes.single_step_rows
+        one = rows and self._scheduler.most_running <= rows
+        return 1 if one else self._shapes.decode_steps
+
+    def choose(self, sequences: Sequence[SequenceState]) -> DecodeCall:
+        """The call for these sequences: wide if one of them has drafts, and all have pages for the
+        most that they can emit."""
+        narrow = DecodeCall(self.steps)
+        if not self._shapes.widths or not any(one.has_drafts for one in sequences):
+            return narrow
+        ranks = collections.Counter(one.request_state.dp_rank for one in sequences)
+        wide = self._shapes.wide_call(max(ranks.values()))
+        return wide if self._scheduler.have_pages(sequences, wide.most) else narrow
+
+
+@dataclasses.dataclass
+class DraftStats:
+    """Counters of drafts."""
+
+    verify_calls: int = 0
+    """Decode calls with drafts."""
+    drafts: int = 0
+    """Steps of a sequence with a draft or more."""
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_per_position: list[int] = dataclasses.field(
+        default_factory=lambda: [0] * MAX_SPECULATIVE_TOKENS
+    )
+    """Accepted drafts by their place in a step."""
+
+    def add(self, token: np.ndarray, width: int) -> None:
+        """Count the drafts of a call, which has returned i32[B, M T]."""
+        steps = token.reshape(-1, width)
+        accepted = np.maximum((steps >= 0).sum(axis=1) - 1, 0)
+        drafted = accepted + (steps == REJECTED).sum(axis=1)
+        self.verify_calls += 1
+        self.drafts += int((drafted > 0).sum())
+        self.draft_tokens += int(drafted.sum())
+        self.accepted_tokens += int(accepted.sum())
+        for place in range(width - 1):
+            self.accepted_per_position[place] += int((accepted > place).sum())

@@ -1,0 +1,186 @@
+"""Drafts: what may follow in a sequence, from its own text, and which of them a step emits.
+
+A step of width T runs the last token of each sequence and d drafts, at most T-1, through all
+layers at once. At each of the d+1 places the sampler chooses the token as it would with width 1, by
+the same logits, counts and noise. Tokens are emitted up to the first that is not the draft after
+it: whatever the drafts are, the tokens are those of width 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from ..engine.sampler_output import NON_FINITE, REJECTED
+from .decode_state import DecodeBatch
+
+MAX_MATCH = 16
+"""Most tokens that are compared: a longer match would not choose other drafts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """How a decode program drafts."""
+
+    width: int
+    """Tokens (T) of a sequence in a step: its last one, and at most T-1 drafts."""
+    shortest: int
+    """Fewest tokens at the end of a text that must have occurred before."""
+    longest: int
+    """Most tokens that are compared, at most `MAX_MATCH`."""
+
+
+class Block(NamedTuple):
+    """The tokens of a step, aligned to the right: the last token of a sequence and its drafts are
+    the last columns of its row."""
+
+    tokens: Int[Array, "B T"]
+    position: Int[Array, "B T"]
+    """Positions of the tokens, at least 0."""
+    real: Bool[Array, "B T"]
+    """Whether a column has a token; none of a sequence that has ended has."""
+
+    @property
+    def drafted(self) -> Bool[Array, "B T"]:
+        """Whether a column has a draft."""
+        first = jnp.zeros_like(self.real[:, :1])
+        return self.real & jnp.concatenate([first, self.real[:, :-1]], axis=1)
+
+
+def history_size(max_tokens: int) -> int:
+    """Places (N) of a row of `history_of` for sequences and predictions of `max_tokens`."""
+    return 2 * max_tokens + MAX_MATCH
+
+
+def history_of(
+    prompt: Sequence[int], prediction: Sequence[int], generated: Sequence[int], size: int
+) -> tuple[np.ndarray, int]:
+    """(i32[N], the text in which the drafts of a sequence are looked up, -1 behind it; the offset
+    of the place of a position).
+
+    A predicted answer follows the prompt, and then, so that the answer begins like its prediction,
+    the end of the prompt once more.
+    """
+    again = prompt[-MAX_MATCH:] if len(prediction) else ()
+    row = np.full(size, -1, np.int32)
+    end = 0
+    for part in (prompt, prediction, again, generated):
+        row[end : end + len(part)] = part
+        end += len(part)
+    return row, len(prediction) + len(again)
+
+
+def draft(history: Int[Array, "B N"], batch: DecodeBatch, drafting: Drafting) -> Block:
+    """The block of each sequence, with the tokens after the longest match of the text's end, of
+    equal ones the last. Where these reach the end they begin again: a loop is drafted as one."""
+    width, size = drafting.width, history.shape[1]
+    end = (batch.length + batch.history_offset)[:, None]
+    place = jnp.arange(size)
+    padded = jnp.pad(history, ((0, 0), (drafting.longest, 0)), constant_values=-1)
+    matches = place < end
+    length = jnp.zeros(history.shape, jnp.int32)
+    for back in range(drafting.longest):
+        # -2 before the first token: it is equal to no token, and not to the padding.
+        last = jnp.take_along_axis(history, jnp.maximum(end - back, 0), axis=1)
+        last = jnp.where(end - back >= 0, last, -2)
+        start = drafting.longest - back
+        matches &= padded[:, start : start + size] == last
+        length += matches
+    best = jnp.max(length * size + place, axis=1, keepdims=True)
+    match, found = best // size, best % size
+    wanted = jnp.minimum(width - 1, 2 * match)[:, 0]
+    can_draft = (match[:, 0] >= drafting.shortest) & (batch.history_offset >= 0)
+    count = jnp.where(can_draft, jnp.minimum(wanted, batch.remaining - 1), 0)
+    count = jnp.maximum(count, 0)
+    column = jnp.arange(width) - (width - 1) + count[:, None]  # 0 for the last token, then drafts
+    period = jnp.maximum(end - found, 1)
+    source = found + 1 + jnp.maximum(column - 1, 0) % period
+    drafts = jnp.take_along_axis(history, jnp.minimum(source, size - 1), axis=1)
+    real = (column >= 0) & (batch.remaining > 0)[:, None]
+    tokens = jnp.where(column > 0, drafts, batch.token[:, None])
+    position = jnp.maximum(batch.length[:, None] + column, 0)
+    return Block(jnp.where(real, tokens, 0), position, real)
+
+
+def accepted(
+    block: Block, token: Int[Array, "B T"], batch: DecodeBatch
+) -> tuple[DecodeBatch, Bool[Array, "B T"]]:
+    """(the batch after the step, which of the sampled tokens are emitted): those up to the first
+    that differs from its draft or ends the sequence."""
+    stops = batch.sampling.stop_token_ids[:, None, :]
+    ends = jnp.any(token[:, :, None] == stops, axis=-1) | (token == NON_FINITE)
+    follows = (token[:, :-1] == block.tokens[:, 1:]) & ~ends[:, :-1]
+    goes_on = jnp.where(block.real[:, :-1], follows, True)
+    before = jnp.concatenate([jnp.ones_like(goes_on[:, :1]), goes_on], axis=1)
+    emitted = block.real & jnp.cumprod(before, axis=1).astype(bool)
+    count = emitted.sum(axis=1).astype(jnp.int32)
+    last = jnp.max(jnp.where(emitted, jnp.arange(token.shape[1]), 0), axis=1, keepdims=True)
+    ended = jnp.any(emitted & ends, axis=1)
+    new = jnp.take_along_axis(token, last, axis=1)[:, 0]
+    active = batch.remaining > 0
+    batch = dataclasses.replace(
+        batch,
+        token=jnp.where(active, new, batch.token),
+        length=batch.length + count,
+        remaining=jnp.where(active & ~ended, batch.remaining - count, 0),
+    )
+    return batch, emitted
+
+
+def mark_rejected(
+    block: Block, token: Int[Array, "B T"], emitted: Bool[Array, "B T"]
+) -> Int[Array, "B T"]:
+    """The tokens that are emitted, `REJECTED` at places of drafts from which none is, -1 where
+    there was none."""
+    return jnp.where(emitted, token, jnp.where(block.real, REJECTED, -1))
+
+
+def extend_history(
+    history: Int[Array, "_ N"],
+    slots: Int[Array, " B"],
+    batch: DecodeBatch,
+    position: Int[Array, "B T"],
+    token: Int[Array, "B T"],
+    emitted: Bool[Array, "B T"],
+) -> Int[Array, "_ N"]:
+    """`history` with the tokens that were emitted after those at `position`. A row past the last is
+    left out."""
+    place = position + batch.history_offset[:, None] + 1
+    place = jnp.where(emitted & (token >= 0), place, history.shape[1])
+    return history.at[slots[:, None], place].set(token, mode="drop")
+
+
+def repeated[Tree](tree: Tree, width: int) -> Tree:
+    """The entries of each row once for each column of a block."""
+    return jax.tree.map(lambda leaf: jnp.repeat(leaf, width, axis=0), tree)
+
+
+def one_token_rows(new: Float[Array, "B K T H"]) -> Float[Array, "BT K 1 H"]:
+    """Keys or values of blocks with a row for each token."""
+    batch, heads, width, head_dim = new.shape
+    if width == 1:
+        return new
+    return new.swapaxes(1, 2).reshape(batch * width, heads, 1, head_dim)
+
+
+class FoldedQueries(NamedTuple):
+    """Queries of a block as heads of one query, for positions that all of them see."""
+
+    kv_heads: int
+    width: int
+
+    def fold(self, q: Float[Array, "B T N H"]) -> Float[Array, "B 1 TN H"]:
+        batch, width, _, head_dim = q.shape
+        heads = q.reshape(batch, width, self.kv_heads, -1, head_dim).swapaxes(1, 2)
+        return heads.reshape(batch, 1, -1, head_dim)
+
+    def unfold(self, x: Float[Array, "B 1 TN *_"]) -> Float[Array, "B T N *_"]:
+        rest = x.shape[3:]
+        heads = x.reshape(x.shape[0], self.kv_heads, self.width, -1, *rest).swapaxes(1, 2)
+        return heads.reshape(x.shape[0], self.width, -1, *rest)
