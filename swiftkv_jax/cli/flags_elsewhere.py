@@ -48,7 +48,6 @@ VLLM = {
     "--enable-reasoning": "leave it out: --reasoning-parser alone",
     "--guided-decoding-backend": "leave it out: grammars are compiled by llguidance",
     "--structured-outputs-config": "leave it out: grammars are compiled by llguidance",
-    "--speculative-config": "not here: there is no speculative decoding",
     "--enable-lora": "not here: merge an adapter into its base first",
     "--lora-modules": "not here: merge an adapter into its base first",
     "--limit-mm-per-prompt": "leave it out: there are text models only",

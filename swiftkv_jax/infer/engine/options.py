@@ -9,7 +9,7 @@ from ...cli import parse_size, token_count
 from ...cli.fields import option
 from ...errors import UsageError
 from ...model.config import GENERATED_KV, NO_OWN, GeneratedKV, KVCacheDtype
-from .speculation import SpeculativeConfig
+from .speculation import SpeculativeConfig, parse_speculative_config
 
 MAX_DECODE_STEPS = 128
 OFFLINE_PREFILL_CHUNKS = 32
@@ -129,8 +129,15 @@ class EngineOptions:
         metavar="N",
         parse=token_count,
     )
-    speculative: SpeculativeConfig | None = None
-    """Emit several tokens of a sequence in a step where its text repeats: the same tokens."""
+    speculative: SpeculativeConfig | None = option(
+        None,
+        "several tokens a step where the answer repeats its prompt, and the same ones; "
+        '{} or {"num_speculative_tokens": 7} as vLLM takes it, with the method ngram',
+        metavar="JSON",
+        names=("--speculative-config",),
+        parse=parse_speculative_config,
+    )
+    """None decodes one token of a sequence in a step."""
     scoring: bool = False
     """Compile the programs that a `ScoreRequest` needs."""
     sampling: bool = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 MAX_SPECULATIVE_TOKENS = 15
 MAX_LOOKUP = 16
+METHODS = ("ngram", "ngram_gpu")
+"""vLLM's names of drafts from a request's own text."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,28 @@ class SpeculativeConfig:
                     f"{most}",
                     option="speculative_config",
                 )
+
+
+def parse_speculative_config(text: str) -> SpeculativeConfig:
+    """The JSON object of `--speculative-config`, as vLLM takes it. Raises `UsageError`."""
+    try:
+        fields = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"`speculative_config` is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise UsageError("`speculative_config` must be a JSON object")
+    if (method := fields.pop("method", "ngram")) not in METHODS:
+        raise UsageError(
+            f"`speculative_config.method`={method!r} is not one of {', '.join(METHODS)}: drafts "
+            f"come from a request's own text"
+        )
+    known = {field.name for field in dataclasses.fields(SpeculativeConfig)}
+    if unknown := fields.keys() - known:
+        raise UsageError(
+            f"`speculative_config.{min(unknown)}` is not supported: the keys are method, "
+            f"{', '.join(sorted(known))}"
+        )
+    return SpeculativeConfig(**fields)
 
 
 class DecodeCall(NamedTuple):

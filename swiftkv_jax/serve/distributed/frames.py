@@ -54,6 +54,9 @@ class GenerateFields(_Common, tag="generate", omit_defaults=True, kw_only=True):
     params: SamplingParams
     rng_stream: int = 0
     grammar: Grammar | None = None
+    speculative: bool = True
+    prediction: bytes = b""
+    """i32."""
 
 
 class ScoreFields(_Common, tag="score", omit_defaults=True, kw_only=True):
@@ -82,6 +85,8 @@ def fields_of(request: Request | ScoreRequest) -> Fields:
         params=request.params,
         rng_stream=request.rng_stream,
         grammar=_grammar_of(request.grammar),
+        speculative=request.speculative,
+        prediction=np.asarray(request.prediction, np.int32).tobytes(),
     )
 
 
@@ -111,6 +116,8 @@ def request_of(fields: Fields, makers: Makers) -> Request | ScoreRequest:
         fields.params,
         rng_stream=fields.rng_stream,
         grammar=None if fields.grammar is None else _matcher_of(fields.grammar, makers),
+        speculative=fields.speculative,
+        prediction=np.frombuffer(fields.prediction, np.int32),  # type: ignore[arg-type]
         **common,
     )
 

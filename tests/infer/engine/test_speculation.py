@@ -12,7 +12,7 @@ from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.requests import Request
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
-from swiftkv_jax.infer.engine.speculation import SpeculativeConfig
+from swiftkv_jax.infer.engine.speculation import SpeculativeConfig, parse_speculative_config
 from tests.infer.engine.own_kv_engines import LONG, engine_of, mode_of, model, options
 
 MODES = [("boundary", 4, 48), ("own", 2, 48), ("tail 6 g=2", 4, 96)]
@@ -179,6 +179,17 @@ def test_options_of_speculation():
     ):
         with pytest.raises(UsageError, match=f"`speculative_config.{field}`={value}"):
             SpeculativeConfig(**{field: value})
+    assert parse_speculative_config("{}") == SpeculativeConfig()
+    one = parse_speculative_config('{"method": "ngram", "num_speculative_tokens": 1}')
+    assert one == SpeculativeConfig(num_speculative_tokens=1)
+    for text, message in (
+        ("{", "is not JSON"),
+        ("[]", "must be a JSON object"),
+        ('{"method": "eagle3"}', "'eagle3' is not one of ngram, ngram_gpu"),
+        ('{"model": "x"}', "`speculative_config.model` is not supported"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            parse_speculative_config(text)
     shared = options("own g=2", speculative=SpeculativeConfig(num_speculative_tokens=3))
     with pytest.raises(UsageError, match="needs `exact_tail` of 1 or more"):
         Engine.from_model(model("g=2"), shared)

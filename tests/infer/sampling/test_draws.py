@@ -19,7 +19,10 @@ LOGITS = np.log(WEIGHTS) - 1.5
 SEEN = token_counts_of([1, 2, 15], 0, V)
 SEEN[[2, 3, 4]] += np.array([2, 1, 3], np.uint16)
 
-jitted_sample = jax.jit(sample)
+
+@jax.jit
+def jitted_sample(logits, sampling, token_counts, position):
+    return sample(logits, sampling, lambda: jnp.broadcast_to(token_counts, logits.shape), position)
 
 
 def in_numpy(
@@ -111,10 +114,7 @@ def test_frequencies_of_draws(fields):
         rng_stream=np.stack([np.arange(DRAWS), np.zeros(DRAWS)], axis=1).astype(np.uint32)
     )
     logits = np.broadcast_to(np.float32(LOGITS), (DRAWS, V))
-    slots = np.zeros(DRAWS, np.int32)
-    token = jitted_sample(
-        logits, batch, SEEN[None], slots, np.full(DRAWS, PROMPT_LENGTH, np.int32)
-    ).token
+    token = jitted_sample(logits, batch, SEEN, np.full(DRAWS, PROMPT_LENGTH, np.int32)).token
     expected = in_numpy(LOGITS, SEEN, params, () if params.ignore_eos else (3, 0), new_tokens=1)
     check_frequencies(np.bincount(np.asarray(token), minlength=V), expected)
 
