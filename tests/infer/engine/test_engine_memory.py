@@ -11,7 +11,7 @@ import pytest
 from swiftkv_jax.errors import OutOfMemoryError, UsageError
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import EngineOptions
-from swiftkv_jax.infer.runner import build, memory, model_runner, shapes
+from swiftkv_jax.infer.runner import build, choose_shapes, memory, model_runner
 from swiftkv_jax.infer.runner.layout import Layout
 from swiftkv_jax.infer.runner.memory import MemoryPlan, bytes_per_device
 from swiftkv_jax.infer.runner.model_runner import ModelRunner
@@ -61,7 +61,7 @@ def test_a_cache_for_prompts_but_not_for_answers(pages, answer, caplog):
         engine_of("auto", True).model_runner.shapes, num_pages=pages, pages_per_own_page=2
     )
     with caplog.at_level(logging.WARNING):
-        assert shapes.check_pages(found, 80, 1_000) is found
+        assert choose_shapes.check_pages(found, 80, 1_000) is found
     text = "" if answer is None else f"only if at most {answer} of its tokens keep their own"
     assert text in caplog.text and bool(text) == bool(caplog.text)
 
@@ -93,7 +93,9 @@ def test_a_model_that_is_not_donated_is_counted(shape, monkeypatch):
 
 def test_what_does_not_fit_is_not_taken(monkeypatch):
     """The cache is sized by the device's memory and an estimate, then by the compiler's figures."""
-    monkeypatch.setattr(shapes, "_temporaries", lambda config, tokens: 0)  # a guess that is too low
+    monkeypatch.setattr(
+        choose_shapes, "_temporaries", lambda config, tokens: 0
+    )  # a guess that is too low
     monkeypatch.setattr(build, "memory_limit", lambda device, share: int(share * 12_000_000))
     engine = Engine.from_model(model(), small())
     assert 0.8 * 10_800_000 < plan_of(engine).total <= 10_800_000
