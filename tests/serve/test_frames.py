@@ -107,7 +107,8 @@ def test_requests_are_what_they_were(compiler):
     tokens: Any = np.array([1, 2, 96], np.int32)
     requests = [
         Request(tokens, params, rng_stream=4, cache_salt="s", page_keys=[b"k" * 32]),
-        Request(tokens, SamplingParams(), grammar=grammar),
+        Request(tokens, SamplingParams(), grammar=grammar, speculative=False),
+        Request(tokens, prediction=(4, 96)),
         Request(tokens, grammar=TokenFilter(VOCAB, bad_words=[[1, 2]], grammar=grammar)),
         Request(tokens, grammar=TokenFilter(VOCAB, allowed_token_ids=[3, 4])),
         Request(tokens, grammar=reasoned(grammar, None)),

@@ -117,7 +117,7 @@ def request_of(fields: Fields, makers: Makers) -> Request | ScoreRequest:
         rng_stream=fields.rng_stream,
         grammar=None if fields.grammar is None else _matcher_of(fields.grammar, makers),
         speculative=fields.speculative,
-        prediction=np.frombuffer(fields.prediction, np.int32),  # type: ignore[arg-type]
+        prediction=tuple(np.frombuffer(fields.prediction, np.int32).tolist()),
         **common,
     )
 
