@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .engine.options import EngineOptions
     from .engine.requests import Request, RequestOutput, ScoreRequest
     from .engine.sampling_params import SamplingParams
+    from .engine.speculation import SpeculativeConfig
     from .structured.structured_outputs import GrammarCompiler, StructuredOutputs
 
 # Imported when they are used: `python -m swiftkv_jax.infer` imports this package before it can
@@ -28,6 +29,7 @@ _MODULES = {
     "RequestOutput": "engine.requests",
     "SamplingParams": "engine.sampling_params",
     "ScoreRequest": "engine.requests",
+    "SpeculativeConfig": "engine.speculation",
     "StructuredOutputs": "structured.structured_outputs",
 }
 
@@ -39,6 +41,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "ScoreRequest",
+    "SpeculativeConfig",
     "StructuredOutputs",
 ]
 

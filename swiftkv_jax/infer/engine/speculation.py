@@ -13,12 +13,12 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from ...errors import UsageError
 from .sampler_output import REJECTED
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ..runner.shapes import Shapes
     from .request_state import SequenceState
     from .scheduler import Scheduler
@@ -150,7 +150,7 @@ class DraftStats:
     def add(self, token: np.ndarray, width: int) -> None:
         """Count the drafts of a call, which has returned i32[B, M T]."""
         steps = token.reshape(-1, width)
-        accepted = np.maximum((steps >= 0).sum(axis=1) - 1, 0)
+        accepted = ((steps >= 0).sum(axis=1) - 1).clip(min=0)
         drafted = accepted + (steps == REJECTED).sum(axis=1)
         self.verify_calls += 1
         self.drafts += int((drafted > 0).sum())

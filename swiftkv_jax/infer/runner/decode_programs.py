@@ -94,7 +94,7 @@ def decode_logits(
         return write
 
     def reader(table, lengths, *, folded: bool = False, **options: Any):
-        """With `folded` all queries of a row see the same positions."""
+        """Attention to a pool; with `folded` all queries of a row see the same positions."""
         query = (active.shape[0], width, config.num_heads, config.head_dim)
         query = jax.ShapeDtypeStruct(query, weights.embed.dtype)
         fold = FoldedQueries(config.num_kv_heads, width) if folded and width > 1 else None
@@ -234,7 +234,7 @@ def decode(
         logits = logits.reshape(-1, logits.shape[-1])
 
         def counts():
-            """Those before each place: with the drafts up to it."""
+            """Token counts before each place: with the drafts up to it."""
             new = repeated(token_counts.at[slots].get(mode="clip"), width)
             for column in range(1, width):
                 token = jnp.repeat(block.tokens[:, column], width)
