@@ -19,9 +19,18 @@ def with_far_loss(
 ) -> AuxiliaryFiles:
     """The files of a new student. `nats` None: it is within the limit, or was not measured, and the
     field goes, whatever the model had that it was made from."""
-    fields = {name: value for name, value in files.hf_config.items() if name != FIELD}
-    if nats is not None:
-        fields[FIELD] = {"nats": round(nats, 4), "tokens": tokens, "limit": limit, "step": step}
+    if nats is None:
+        return with_field(files, None)
+    return with_field(
+        files, {"nats": round(nats, 4), "tokens": tokens, "limit": limit, "step": step}
+    )
+
+
+def with_field(files: AuxiliaryFiles, value: Any) -> AuxiliaryFiles:
+    """The files with this value of the field, or without it if the value is None."""
+    fields = {name: old for name, old in files.hf_config.items() if name != FIELD}
+    if value is not None:
+        fields[FIELD] = value
     return dataclasses.replace(files, hf_config=fields)
 
 

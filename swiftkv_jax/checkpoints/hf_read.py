@@ -24,7 +24,7 @@ from ..model.cut import has_same_delta
 from ..model.model import AuxiliaryFiles, Model
 from ..model.quantization import SCALE, VALUES, Format, Scheme, refuse_quantized
 from ..model.stacks import split_layers
-from . import foreign, source
+from . import far_loss, foreign, source
 from .auxiliary import read_auxiliary_files, read_json
 from .hf_config import is_wrapped, ties_without_head
 from .hf_write import BASE_DIGEST, DELTA, FORMAT, INDEX, SINGLE_FILE, base_model_digest
@@ -104,7 +104,10 @@ def open_delta(path: Path, base: Source) -> Source:
     table = tuple(leaf for leaf in leaves(base.config) if leaf.is_delta)
     tensors = _match(path, table, stored)
     dtypes = {leaf.name: _stored_dtype(leaf, tensors, None) for leaf in table}
-    return source.with_delta(base, path, dtypes, TensorReader(tensors))
+    student = source.with_delta(base, path, dtypes, TensorReader(tensors))
+    lost = read_auxiliary_files(path)[1].hf_config.get(far_loss.FIELD)
+    files = far_loss.with_field(student.auxiliary_files, lost)
+    return dataclasses.replace(student, auxiliary_files=files)
 
 
 def open_hf(path: Path, config: Config | None = None) -> Source:

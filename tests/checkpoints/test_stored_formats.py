@@ -1,6 +1,7 @@
 """Checkpoints that other programs quantised: what each format's tensors mean, by hand, and whole
 directories in it."""
 
+import dataclasses
 import json
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax.checkpoints import open_any
+from swiftkv_jax.checkpoints.far_loss import far_loss_warning, with_far_loss
 from swiftkv_jax.checkpoints.hf_read import load_delta, open_delta
 from swiftkv_jax.checkpoints.quantized import decode, matrices
 from swiftkv_jax.checkpoints.tensor_reader import TensorReader
@@ -239,11 +241,14 @@ def test_decoded_models_are_plain_ones(tmp_path):
     assert found[2] == wide["model.layers.0.mlp.up_proj.weight"].tobytes()
     assert_same(skv.load(tmp_path / "out"), student)
 
-    skv.save_hf(student, tmp_path / "delta", format="delta")
+    files = with_far_loss(student.auxiliary_files, "calibration", 300, 0.4, 0.15)
+    noted = dataclasses.replace(student, auxiliary_files=files)
+    skv.save_hf(noted, tmp_path / "delta", format="delta")
     joined = load_delta(tmp_path / "delta", skv.load(path, dtype="bfloat16"))
     assert joined.swiftkv is not None
-    opened = open_any(path, student.config)
-    assert open_delta(tmp_path / "delta", opened).has_delta
+    opened = open_delta(tmp_path / "delta", open_any(path, student.config))
+    assert opened.has_delta
+    assert "0.400 nats" in (far_loss_warning(opened.auxiliary_files.hf_config) or "")
 
     again = skv.load(path, quantization="fp8")
     skv.save_hf(again, tmp_path / "fp8")

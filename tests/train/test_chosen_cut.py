@@ -173,7 +173,7 @@ def test_half_is_taken_where_far_tokens_are_too_few(budget, recipe, analyses, lo
     assert with_cut(recipe, SOURCE, MESH) == recipe
     assert log.messages == [
         "half of the layers keep their own keys and values: too few far tokens to recommend a cut "
-        "(64 are needed); run swiftkv train analyze with more `rows` or longer ones, and name its "
+        "(64 are needed); run swiftkv train analyze with more rows or longer ones, and name its "
         "folder with `analysis`"
     ]
 

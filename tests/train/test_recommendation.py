@@ -104,9 +104,7 @@ def test_too_few_far_tokens():
     found = recommend(CUTS, Budget(), MANY - 1)
     assert found is not None and (found.num_key_value_layers, found.boundary_taps) == (20, 0)
     sentence = found.describe(30)
-    assert (
-        found.far_is_unknown and "too few to say (64 are needed: measure more `rows`)" in sentence
-    )
+    assert found.far_is_unknown and "too few to say (64 are needed: measure more rows)" in sentence
     assert sentence.startswith("recommended within 2% of perplexity alone: ")
     assert recommend(CUTS, Budget(None, 0.1), MANY - 1) is None
     assert recommend([], Budget(), MANY) is None

@@ -99,7 +99,7 @@ def _describe_far(analysis: Analysis) -> str:
         f"than {FAR_NATS:g} nat without the far part of the row"
     )
     if count < MIN_FAR_TOKENS:
-        text += f"; {MIN_FAR_TOKENS} are needed: measure more `rows`, or longer ones (`max_length`)"
+        text += f"; {MIN_FAR_TOKENS} are needed: measure more rows, or longer ones"
     if any(FarLoss(count, cut.far_nats).is_too_much for cut in analysis.cuts):
         text += f"; *: more than {MAX_FAR_LOSS:g}: distil it or keep more layers, and measure again"
     return text

@@ -198,7 +198,7 @@ def conclusion(found: Findings, options: AnalyzeOptions) -> str:
     if options.init != "closed-form":
         return "no recommendation: it needs students in closed form (`init`)"
     if recommendation is None:
-        return f"no recommendation within {budget}: too few far tokens; measure more `rows`"
+        return f"no recommendation within {budget}: too few far tokens; measure more rows"
     command = recommendation.command(*_next_run(options, found.settings))
     return f"{recommendation.describe(found.num_layers)}\nnext: {command}"
 

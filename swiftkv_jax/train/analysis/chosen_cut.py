@@ -98,7 +98,7 @@ def _recommendation(recipe: RunOptions, config: Config, mesh: Mesh) -> Recommend
     if chosen is None or chosen.far_is_unknown:
         raise _NotRecommendedError(
             f"too few far tokens to recommend a cut ({MIN_FAR_TOKENS} are needed); run swiftkv "
-            f"train analyze with more `rows` or longer ones, and name its folder with `analysis`"
+            f"train analyze with more rows or longer ones, and name its folder with `analysis`"
         )
     return chosen
 

@@ -130,7 +130,7 @@ class Recommendation:
         error = plus_minus(self.perplexity_loss_error, ".1%")
         losses = f"{self.perplexity_loss:+.1%}{error} of perplexity"
         if self.far_nats is None:
-            few = f"too few to say ({MIN_FAR_TOKENS} are needed: measure more `rows`)"
+            few = f"too few to say ({MIN_FAR_TOKENS} are needed: measure more rows)"
             losses += f", unknown on far tokens, of which there are {few}"
         else:
             error = plus_minus(self.far_nats_error, ".3f")
