@@ -32,6 +32,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
+
 import swiftkv_jax as skv
 from swiftkv_jax import cli
 from swiftkv_jax.checkpoints import open_any
@@ -39,6 +41,7 @@ from swiftkv_jax.checkpoints.hf_read import load_delta
 from swiftkv_jax.checkpoints.hf_write import write_hf
 from swiftkv_jax.checkpoints.source import from_model
 from swiftkv_jax.errors import UsageError
+from swiftkv_jax.model.config import Config
 from swiftkv_jax.model.model import Model
 from swiftkv_jax.model.stacks import split_layers
 from swiftkv_jax.model.transformer import Remat
@@ -49,6 +52,7 @@ from swiftkv_jax.train.recipe import Recipe
 from swiftkv_jax.train.run import loop
 from swiftkv_jax.train.run.metrics import METRICS, read_metrics
 from swiftkv_jax.train.run.setup import open_tokenizer
+from swiftkv_jax.train.run.start import calibration_tokens
 
 from .real import corpus, generations, parts, table
 from .real.__main__ import add_flags, name_of, settings_of
@@ -59,7 +63,7 @@ from .real.results import Results
 HELD_OUT = "held-out.jsonl"
 DELTA = "delta"
 TRAINING = "training.json"
-"""In the folder of a student: what was trained, and the trainer's held-out figures."""
+"""In the folder of a student: what was trained, and where, with the trainer's held-out figures."""
 GENERATED_SHARE = 1, 9
 """Weights of what the model wrote and of the packages' text."""
 
@@ -196,7 +200,7 @@ def run(args: argparse.Namespace) -> int:
             if finished.exported is None:
                 results.note(f"unfinished: {cell}", evaluations(recipe))
                 return cli.INTERRUPTED
-            keep_delta(args.model, finished.exported, kept, evaluations(recipe))
+            keep_delta(args.model, finished.exported, kept, describe_training(recipe, config))
         if bench is None:
             continue
         training = json.loads((kept / TRAINING).read_text(encoding="utf-8"))
@@ -232,9 +236,9 @@ def parse_students(text: str, num_layers: int) -> tuple[tuple[float, int], ...]:
     return tuple((cut / num_layers, tokens) for cut, tokens in found)
 
 
-def keep_delta(model: str, exported: Path, target: Path, training: list[dict[str, Any]]) -> None:
+def keep_delta(model: str, exported: Path, target: Path, training: dict[str, Any]) -> None:
     """Write the delta of a trained student in bfloat16, as one of the model's weights in float32,
-    which are the same on every machine, and the trainer's figures beside it."""
+    which are the same on every machine, and `training` beside it."""
     base, student = (skv.load(str(path), dtype="float32") for path in (model, exported))
     llama = split_layers(student.config, base.llama)
     student = dataclasses.replace(base, config=student.config, llama=llama, swiftkv=student.swiftkv)
@@ -321,6 +325,15 @@ def recipe_of(plan: Plan, cell: Cell, args: argparse.Namespace, data: tuple[str,
         logging_steps=max(1, steps // 50),
         **settings,
     )
+
+
+def describe_training(recipe: Recipe, config: Config) -> dict[str, Any]:
+    """The device, the tokens of the start in closed form, and the trainer's held-out figures."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "calibration_tokens": calibration_tokens(recipe, config),
+        "evaluations": evaluations(recipe),
+    }
 
 
 def evaluations(recipe: Recipe) -> list[dict[str, Any]]:

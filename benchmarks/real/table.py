@@ -28,8 +28,8 @@ _COLUMNS = (
 )
 _TITLES = {"english": "English", "code": "code"}
 
-_ON_THE_PAGE = 0, 1, 3, 4, 5, 6, 9, 10, 11, 12
-"""Columns of the page of measurements."""
+_ON_THE_PAGE = range(12 + 1)
+"""Columns of the page of measurements: all that every cell has."""
 
 LEGEND = (
     f"`prefill` is the share of the teacher's operations for a prompt of 2,048 tokens. `English` "
@@ -39,8 +39,8 @@ LEGEND = (
     f"teacher, in points: `recall` of values in a register, `questions` about people, and "
     f"`identifiers` to complete, over documents of 512 to 4,096 tokens. ± is one standard error of "
     f"the paired difference; those of the tasks take questions about one document for independent. "
-    f"Answers and the prompt's last 64 tokens keep their own keys and values. Students without a "
-    f"number of tokens are in closed form."
+    f"`own`, 64: answers and the prompt's last 64 tokens keep their own keys and values. Students "
+    f"without a number of tokens are in closed form."
 )
 
 
@@ -71,12 +71,10 @@ def section(found: Sequence[dict[str, Any]]) -> str:
 
 
 def _short_table(found: Sequence[dict[str, Any]]) -> str:
-    """The students that are served with their own keys and values, without the nats that they lose
-    on answers."""
+    """All cells, without the nats that they lose on answers."""
     lines = [
         [line[column].partition(", +")[0].partition(", -")[0] for column in _ON_THE_PAGE]
         for line in _lines(found)
-        if line[2].startswith("`own`")
     ]
     return markdown.table([_COLUMNS[column] for column in _ON_THE_PAGE], lines)
 
@@ -104,18 +102,18 @@ def _describe(found: Sequence[dict[str, Any]]) -> str:
     )
     return (
         f"**{model['name']}** ({model['layers']} layers, {model['parameters'] / 1e6:.0f}M "
-        f"parameters), fitted to {settings['calibration_tokens']:,} tokens. The teacher's "
-        f"perplexity is {texts}; {cell['far']['tokens']:,} are far tokens."
+        f"parameters), closed form fitted to {settings['calibration_tokens']:,} tokens. The "
+        f"teacher's perplexity is {texts}; {cell['far']['tokens']:,} are far tokens."
         + f" It answers {tasks}."
         * bool(tasks)
     )
 
 
 def _notes(found: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """What has to be known of single cells: `note` in the result file."""
-    for cell in (cell for document in found for cell in document["cells"]):
-        if note := cell.get("note"):
-            yield f"K = {cell['num_key_value_layers']} on {_millions(cell)} tokens: {note}."
+    """Where the students of a model were trained."""
+    trained = [cell["training"] for each in found for cell in each["cells"] if "training" in cell]
+    for device, tokens in sorted({(run["device"], run["calibration_tokens"]) for run in trained}):
+        yield f"Trained on {device}, from a start fitted to {tokens:,} tokens."
 
 
 def _millions(cell: Cell) -> str:
@@ -152,7 +150,7 @@ def _line(cell: Cell, layers: int) -> tuple[str, ...]:
                 **{field.name: cell.get(field.name, 0) for field in dataclasses.fields(Program)}
             )
         ),
-        f"`own`, tail {tail}" if cell["generated_kv"] == "own" else "`boundary`",
+        f"`own`, {tail}" if cell["generated_kv"] == "own" else "`boundary`",
         _millions(cell),
         f"{cell['prefill_share']:.1%}",
         *(_percent(texts[kind]["above"]) for kind in ("english", "code")),
