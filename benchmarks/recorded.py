@@ -66,17 +66,17 @@ DEMO = (
     + "-" * 94
     + """
 prefill FLOPs, 896 tokens                4.55 G  (100%)   2.70 G  (59%)     2.64 G  (58%)
-prefill time, 4 x 896 tokens             0.67 s  (100%)   0.37 s  (55%)     0.38 s  (57%)
-time per output token, 4 rows            14.5 ms  (100%)  14.6 ms  (101%)   13.6 ms  (94%)
+prefill time, 4 x 896 tokens             0.63 s  (100%)   0.35 s  (56%)     0.35 s  (56%)
+time per output token, 4 rows            14.6 ms  (100%)  17.4 ms  (120%)   12.8 ms  (88%)
 KV cache bytes per token, float32        4,096  (100%)    4,096  (100%)     3,072  (75%)
-held-out perplexity, projections copied  13.512           13.946  (+3.21%)  28.776  (+112.96%)
-the same in closed form, no training     13.512           13.617  (+0.77%)  14.807  (+9.58%)
-the same after 16 steps from there       13.512           13.601  (+0.66%)  14.231  (+5.32%)
-closed form, lost on far tokens                           +0.029 nats       +0.298 nats
+held-out perplexity, projections copied  18.498           19.373  (+4.73%)  37.330  (+101.81%)
+the same in closed form, no training     18.498           18.736  (+1.29%)  20.205  (+9.23%)
+the same after 16 steps from there       18.498           18.695  (+1.07%)  19.429  (+5.03%)
+closed form, lost on far tokens                           +0.032 nats       +0.290 nats
 after a prompt of 256, closed form       13.227           13.380  (+1.16%)  14.483  (+9.49%)
 where these keep their own keys, values  13.227           13.242  (+0.11%)
 and the prompt's last 64 do              13.227           13.214  (-0.10%)
-then lost on far tokens                                   -0.041 nats"""
+then lost on far tokens                                   -0.042 nats"""
 )
 """The table that one `make demo` ended in."""
 
