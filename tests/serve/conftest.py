@@ -73,9 +73,9 @@ def mock_loaded(
     made, runner = mock_engine(**usual | {"chunk": 64, "slots": 8} | (engine or {}))
     decode = runner.run_decode
 
-    def slow(sequences, steps):
+    def slow(sequences, call):
         time.sleep(step_seconds)
-        return decode(sequences, steps)
+        return decode(sequences, call)
 
     runner.run_decode = slow
     tokenizer = tokenizer or make_tokenizer()
