@@ -105,7 +105,7 @@ def open_delta(path: Path, base: Source) -> Source:
     tensors = _match(path, table, stored)
     dtypes = {leaf.name: _stored_dtype(leaf, tensors, None) for leaf in table}
     student = source.with_delta(base, path, dtypes, TensorReader(tensors))
-    lost = read_auxiliary_files(path)[1].hf_config.get(far_loss.FIELD)
+    lost = read_json(path / "config.json").get(far_loss.FIELD)
     files = far_loss.with_field(student.auxiliary_files, lost)
     return dataclasses.replace(student, auxiliary_files=files)
 

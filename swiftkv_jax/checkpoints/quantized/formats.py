@@ -35,7 +35,7 @@ class WeightFormat:
     """Whether groups may be out of order, so that `g_idx` must say that they are not; of `gptq`
     only."""
     activation_scales: bool = False
-    """Whether scales of the activations are stored too. Nothing reads them."""
+    """Scales of the activations are stored too. Nothing reads them."""
 
     @property
     def packing(self) -> int:

@@ -57,7 +57,7 @@ class Scores:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether each scored token is the likeliest at its place."""
+        """Return whether each scored token is the likeliest at its place."""
         return self._likeliest == self._tokens
 
     def to_json(self) -> dict[str, Any]:

@@ -205,12 +205,12 @@ class SequenceState:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the calls in flight emit all that it may emit."""
+        """Return whether the calls in flight emit all that it may emit."""
         return self.num_remaining_tokens <= self.in_flight.least
 
     @property
     def has_drafts(self) -> bool:
-        """Whether its steps may emit several tokens, where the engine speculates."""
+        """Return whether its steps may emit several tokens, where the engine speculates."""
         return self.request.speculative
 
     @property

@@ -42,8 +42,8 @@ class Request:
     """Grammar that every sample follows, with `EngineOptions.structured_outputs`; each has a copy
     of it."""
     speculative: bool = True
-    """Whether steps may emit several tokens, with `EngineOptions.speculative`; the tokens are the
-    same."""
+    """Permission to draft, with `EngineOptions.speculative`: a step may emit several tokens, which
+    are the same ones."""
     prediction: Sequence[int] = ()
     """Token ids that the answer may consist of, in part or with changes: drafts are taken from them
     as from the prompt."""

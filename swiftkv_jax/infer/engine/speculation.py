@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 MAX_SPECULATIVE_TOKENS = 15
 MAX_LOOKUP = 16
+"""Most tokens that are compared: a longer match would not choose other drafts."""
 METHODS = ("ngram", "ngram_gpu")
 """vLLM's names of drafts from a request's own text."""
 

@@ -18,10 +18,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from ..engine.sampler_output import NON_FINITE, REJECTED
+from ..engine.speculation import MAX_LOOKUP
 from .decode_state import DecodeBatch
-
-MAX_MATCH = 16
-"""Most tokens that are compared: a longer match would not choose other drafts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +31,7 @@ class Drafting:
     shortest: int
     """Fewest tokens at the end of a text that must have occurred before."""
     longest: int
-    """Most tokens that are compared, at most `MAX_MATCH`."""
+    """Most tokens that are compared, at most `MAX_LOOKUP`."""
 
 
 class Block(NamedTuple):
@@ -55,7 +53,7 @@ class Block(NamedTuple):
 
 def history_size(max_tokens: int) -> int:
     """Places (N) of a row of `history_of` for sequences and predictions of `max_tokens`."""
-    return 2 * max_tokens + MAX_MATCH
+    return 2 * max_tokens + MAX_LOOKUP
 
 
 def history_of(
@@ -67,7 +65,7 @@ def history_of(
     A predicted answer follows the prompt, and then, so that the answer begins like its prediction,
     the end of the prompt once more.
     """
-    again = prompt[-MAX_MATCH:] if len(prediction) else ()
+    again = prompt[-MAX_LOOKUP:] if len(prediction) else ()
     row = np.full(size, -1, np.int32)
     end = 0
     for part in (prompt, prediction, again, generated):
