@@ -60,8 +60,8 @@ class AnalyzeOptions:
     )
     max_perplexity_loss: str | None = option(
         None,
-        "recommend the cheapest cut that loses no more of the teacher's perplexity, such as "
-        "2%% (default: 2%%, if --max-far-loss is not given either)",
+        "recommend the cheapest cut that loses no more of the teacher's perplexity, its standard "
+        "error included, such as 2%% (default: 2%%, if --max-far-loss is not given either)",
         metavar="SHARE",
     )
     max_far_loss: float | None = option(

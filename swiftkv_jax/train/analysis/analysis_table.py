@@ -64,6 +64,8 @@ def table(
         *describe_dips(analysis),
         describe_heads(analysis.heads),
     ]
+    if recommendation is not None:
+        notes.append("budget: a loss counts with its standard error on top")
     return "\n".join([title, lines[0], "-" * len(lines[0]), *lines[1:], *notes])
 
 

@@ -22,7 +22,8 @@ MAX_PERPLEXITY_LOSS = 0.02
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """The most that a student may lose, not less; None where that does not count."""
+    """The most that a student may lose, one standard error included; None where that does not
+    count."""
 
     perplexity_loss: float | None = MAX_PERPLEXITY_LOSS
     """Share of the teacher's perplexity."""
@@ -41,15 +42,28 @@ class Budget:
         )
 
     def excess(self, cut: CutResult) -> float:
-        """The largest loss of a student, in shares of its limit: above 1 it is over the budget.
-        Losses count where they are measured and limited; NaN is over every limit."""
-        limits = ((cut.perplexity_loss, self.perplexity_loss), (cut.far_nats, self.far_loss))
-        shares = [lost / limit for lost, limit in limits if lost is not None and limit is not None]
+        """The largest loss of a student with its error, in shares of its limit: above 1 it is over
+        the budget. Losses count where they are measured and limited; NaN is over every limit."""
+        counted = (
+            (cut.perplexity_loss, cut.perplexity_loss_error, self.perplexity_loss),
+            (cut.far_nats, cut.far_nats_error, self.far_loss),
+        )
+        shares = [
+            with_error(lost, error) / limit
+            for lost, error, limit in counted
+            if lost is not None and limit is not None
+        ]
         return max((math.inf if math.isnan(share) else share for share in shares), default=0.0)
 
     def holds(self, cut: CutResult) -> bool:
         """Whether a student is within the budget. Its border is."""
         return self.excess(cut) <= 1
+
+
+def with_error(lost: float, error: float | None) -> float:
+    """A loss with one standard error on top. One that is unknown, as for a single row, counts as
+    none."""
+    return lost + (error or 0.0)
 
 
 def as_counted(cut: CutResult, far_tokens: int) -> CutResult:
@@ -103,7 +117,7 @@ class Recommendation:
     """Nats that it loses on far tokens; None if those are too few."""
     far_nats_error: float | None
     within_budget: bool
-    """Whether these losses are within the budget; their standard errors do not count."""
+    """Whether these losses, each with its standard error on top, are within the budget."""
     max_perplexity_loss: float | None
     """The budget."""
     max_far_loss: float | None
@@ -144,11 +158,12 @@ class Recommendation:
     def _misses(self) -> str:
         missed = []
         if self.max_perplexity_loss is not None:
-            over = self.perplexity_loss - self.max_perplexity_loss
+            lost = with_error(self.perplexity_loss, self.perplexity_loss_error)
+            over = lost - self.max_perplexity_loss
             if over > 0:
                 missed.append(f"{over:.1%} of perplexity")
         if self.max_far_loss is not None and self.far_nats is not None:
-            over = self.far_nats - self.max_far_loss
+            over = with_error(self.far_nats, self.far_nats_error) - self.max_far_loss
             if over > 0:
                 missed.append(f"{over:.3f} nats")
         return f", by {' and '.join(missed)}"
