@@ -13,7 +13,7 @@ from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.request_state import Chunk, RequestState, SequenceState
 from swiftkv_jax.infer.engine.requests import ScoreRequest
-from swiftkv_jax.infer.engine.sampler_output import AsyncOutput, SamplerOutput
+from swiftkv_jax.infer.engine.sampler_output import REJECTED, AsyncOutput, SamplerOutput
 from swiftkv_jax.infer.engine.scheduler import MAX_SKIPS
 from swiftkv_jax.infer.engine.speculation import DecodeCall
 from swiftkv_jax.infer.runner.prefill_chunk import chunk_needs
@@ -128,7 +128,8 @@ class MockModelRunner:
         for dp_rank, copies in enumerate(chunk.page_copies):
             for source, target in copies:
                 self.pages[dp_rank, target] = self.pages[dp_rank, source]
-        return AsyncOutput(likeliest, "scores" if likeliest else None) if scheduled_tokens else None
+        scores = "scores" if likeliest else None
+        return AsyncOutput((likeliest, None), scores) if scheduled_tokens else None
 
     def run_decode(self, sequences: Sequence[SequenceState], call: DecodeCall) -> AsyncOutput:
         assert all(sequence.matcher is None for sequence in sequences)
@@ -155,14 +156,16 @@ class MockModelRunner:
         allowed: np.ndarray | None = None,
     ) -> AsyncOutput:
         """A wide step has drafts that are right up to a random one: it writes all of them, and
-        emits as many and one more."""
+        emits as many and one more. They are of the prediction, where there is one."""
         assert len({sequence.slot for sequence in sequences}) == len(sequences) > 0
         emitted = np.full((len(sequences), call.most), -1)
-        for number, (out, sequence) in enumerate(zip(emitted, sequences, strict=True)):
+        sources = emitted.copy()
+        rows = zip(emitted, sources, sequences, strict=True)
+        for number, (out, source, sequence) in enumerate(rows):
             row, ends = self.rows[sequence.slot], not sequence.params.ignore_eos
             assert row.sequence is sequence
             state, pages = sequence.request_state, sequence.pages
-            for step in self._places(row, call) if row.remaining else ():
+            for step in self._places(row, call, out, source) if row.remaining else ():
                 self._write(state, pages, len(row.tokens) - 1, row.tokens[-1:])
                 self._check(state, pages, row.tokens, len(row.tokens) - 1)
                 token = next_token(row.tokens, sequence.index, ends)
@@ -175,25 +178,33 @@ class MockModelRunner:
                 row.remaining = 0 if over else row.remaining - 1
                 if not row.remaining:
                     break
-        return AsyncOutput(emitted, "tokens")
+        return AsyncOutput((emitted, sources), "tokens")
 
-    def _places(self, row: Row, call: DecodeCall) -> Iterator[int]:
+    def _places(
+        self, row: Row, call: DecodeCall, out: np.ndarray, source: np.ndarray
+    ) -> Iterator[int]:
         """Places of the tokens that a call emits, while it writes the drafts of its steps."""
         for start in range(0, call.most, call.width):
-            drafts = self.random.randint(0, min(call.width - 1, row.remaining - 1))
+            most = min(call.width - 1, row.remaining - 1) if row.sequence.has_drafts else 0
+            drafts = self.random.randint(0, most)
             state, pages = row.sequence.request_state, row.sequence.pages
             self._write(state, pages, len(row.tokens), [VOCAB - 1] * drafts)
+            first, after_last = row.sequence.predicted_places
+            source[start + 1 : start + 1 + drafts] = first if first < after_last else 0
+            out[start + 1 : start + 1 + drafts] = REJECTED
             yield from range(start, start + 1 + self.random.randint(0, drafts))
 
     def read(self, output: AsyncOutput) -> SamplerOutput | None:
         if output.index is None:
             return None
-        token = np.array(output.result)
+        result, sources = output.result
+        token = np.array(result)
         return SamplerOutput(
             token,
             -token.astype(np.float32),
             (token[..., None] + np.arange(20)) % VOCAB,
             np.broadcast_to(-np.arange(20, dtype=np.float32), (*token.shape, 20)),
+            sources,
         )
 
     def _write(

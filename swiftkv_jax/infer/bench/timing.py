@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -60,7 +59,7 @@ def prefill(engine: Engine, cell: Cell, seed: int, clock: Clock = time) -> Raw:
     run.
     """
     *requests, alone = _requests(engine, cell, seed, cell.prompts + 1)
-    before = dataclasses.replace(engine.stats)
+    before = engine.stats.copy()
     with _stopwatch(clock) as raw:
         ids = _prefill(engine, requests)
     raw |= _engine_counts(engine, before)
@@ -81,7 +80,7 @@ def decode(engine: Engine, cell: Cell, seed: int, clock: Clock = time) -> Raw:
     _prefill(engine, _requests(engine, cell, seed, cell.prompts))
     engine.step()  # sends the first call
     engine.step()  # sends the second and reads the first
-    before = dataclasses.replace(engine.stats)
+    before = engine.stats.copy()
     with _stopwatch(clock) as raw:
         for _ in range(calls - 1):
             engine.step()
@@ -93,7 +92,7 @@ def decode(engine: Engine, cell: Cell, seed: int, clock: Clock = time) -> Raw:
 def offline(engine: Engine, cell: Cell, seed: int, clock: Clock = time) -> Raw:
     """`seconds` for all requests, which are added at once."""
     requests = _requests(engine, cell, seed, cell.prompts)
-    before = dataclasses.replace(engine.stats)
+    before = engine.stats.copy()
     with _stopwatch(clock) as raw:
         new = sum(len(output.token_ids) for _, output in engine.run(requests))
     return raw | {"new_tokens": new} | _engine_counts(engine, before)
@@ -108,7 +107,7 @@ def latency(engine: Engine, cell: Cell, seed: int, clock: Clock = time) -> Raw:
     requests = collections.deque(_requests(engine, cell, seed, cell.prompts))
     assert cell.request_rate is not None
     arrivals = collections.deque(arrival_times(cell.prompts, cell.request_rate, seed))
-    before = dataclasses.replace(engine.stats)
+    before = engine.stats.copy()
     inside = dict[int, Timed]()
     done: list[Timed] = []
     with _stopwatch(clock) as raw:

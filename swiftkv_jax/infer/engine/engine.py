@@ -346,7 +346,7 @@ class Engine[R: ModelRunnerBase]:
             sampled = self._read(sent.tokens)
             assert sampled is not None
             if sent.call.width > 1:
-                self.stats.speculation.add(sampled.token, sent.call.width)
+                self.stats.speculation.add(sampled, sent.call.width, sent.sequences)
             for row, sequence in enumerate(sent.sequences):
                 sequence.in_flight = sequence.in_flight.after_reading(sent.call)
                 if self._scheduler.is_unfinished(sequence):

@@ -84,6 +84,7 @@ def sequence_output(
         stop_token=emitted[-1] if ended else None,
         stop_logprob=stop_logprob,
         error=NOT_FINITE if broken else "",
+        drafts=sequence.drafts,
     )
     return output, len(emitted)
 

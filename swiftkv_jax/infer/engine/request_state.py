@@ -11,7 +11,7 @@ from .grammar import Matcher
 from .page_pool import PageNeeds, PagePool, all_pages
 from .requests import Request, ScoreRequest, Timing
 from .sampling_params import SamplingParams
-from .speculation import InFlight
+from .speculation import Drafts, InFlight
 
 
 class RequestState:
@@ -65,6 +65,8 @@ class RequestState:
         """Tokens that a sample may still emit when the request is admitted."""
         self.matcher: Matcher | None = None
         """Grammar that a sample follows, in its state when the request is admitted."""
+        self.drafts = Drafts()
+        """Those of a sample before the request is admitted."""
         if isinstance(request, Request):
             self.num_remaining_tokens = request.params.max_tokens
             self.matcher = request.grammar
@@ -153,6 +155,7 @@ class RequestState:
         self.prefill_token_ids = [*self.prefill_token_ids, *sequence.token_ids]
         self.num_remaining_tokens = sequence.num_remaining_tokens
         self.matcher = sequence.matcher
+        self.drafts = sequence.drafts
         self.num_computed_tokens = 0
         self.dp_rank = -1
         self.pages = []
@@ -179,6 +182,7 @@ class SequenceState:
     """Tokens emitted so far, including an end token."""
     matcher: Matcher | None = None
     """Grammar that the sequence follows; None: no grammar."""
+    drafts: Drafts = Drafts()
 
     @property
     def cache_salt(self) -> str:
@@ -212,6 +216,13 @@ class SequenceState:
     def has_drafts(self) -> bool:
         """Return whether its steps may emit several tokens, where the engine speculates."""
         return self.request.speculative
+
+    @property
+    def predicted_places(self) -> tuple[int, int]:
+        """First place of `Request.prediction` in the text that drafts are taken from, and the one
+        after its last: see `drafts.history_of`."""
+        start = len(self.request.prompt)
+        return start, start + len(self.request.prediction)
 
     @property
     def request(self) -> Request:

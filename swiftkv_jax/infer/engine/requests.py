@@ -11,6 +11,7 @@ import numpy as np
 
 from .grammar import Matcher
 from .sampling_params import SamplingParams
+from .speculation import Drafts
 
 FinishReason = Literal["stop", "length", "error"]
 """`stop` is an end token (or the end of the scores), `length` is `max_tokens`, `error` is what
@@ -139,3 +140,5 @@ class RequestOutput:
     """Its entry, if they were asked for."""
     error: str = ""
     """Cause of the finish reason `error`: `NOT_FINITE`, or what the grammar says."""
+    drafts: Drafts = Drafts()
+    """Drafts of the sample up to now."""

@@ -22,6 +22,7 @@ class SamplerOutput(NamedTuple):
     logprob: Any  # f32[B]; of `token`; 0 where the row does not ask
     top_ids: Any  # i32[B, 20]; the likeliest tokens, best first, as many as asked for, then -1
     top_logprobs: Any  # f32[B, 20]; theirs, then -inf
+    draft_source: Any = None  # i32[B]; see `drafts.Block.source`; None without drafts
 
 
 class AsyncOutput(NamedTuple):

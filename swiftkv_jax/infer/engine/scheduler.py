@@ -216,6 +216,7 @@ class Scheduler:
             sequence = SequenceState(
                 state, index, slots.pop(), pages, own_pages, state.num_remaining_tokens
             )
+            sequence.drafts = state.drafts
             sequence.matcher = None if state.matcher is None else state.matcher.copy()
             state.sequences.append(sequence)
 

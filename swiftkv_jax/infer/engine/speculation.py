@@ -10,15 +10,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import UsageError
-from .sampler_output import REJECTED
+from .sampler_output import REJECTED, SamplerOutput
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from ..runner.shapes import Shapes
     from .request_state import SequenceState
     from .scheduler import Scheduler
@@ -133,6 +132,21 @@ class DecodeCalls:
         return wide if self._scheduler.have_pages(sequences, wide.most) else narrow
 
 
+class Drafts(NamedTuple):
+    """Counts of a sequence's drafts, in calls that have been read."""
+
+    steps: int = 0
+    """Steps with a draft or more."""
+    tokens: int = 0
+    accepted: int = 0
+    predicted: int = 0
+    """Tokens that were taken from `Request.prediction`."""
+    predicted_accepted: int = 0
+
+    def plus(self, more: Drafts) -> Drafts:
+        return Drafts(*map(operator.add, self, more))
+
+
 @dataclasses.dataclass
 class DraftStats:
     """Counters of drafts."""
@@ -148,14 +162,27 @@ class DraftStats:
     )
     """Accepted drafts by their place in a step."""
 
-    def add(self, token: np.ndarray, width: int) -> None:
-        """Count the drafts of a call, which has returned i32[B, M T]."""
-        steps = token.reshape(-1, width)
-        accepted = ((steps >= 0).sum(axis=1) - 1).clip(min=0)
-        drafted = accepted + (steps == REJECTED).sum(axis=1)
+    def add(self, sampled: SamplerOutput, width: int, sequences: Sequence[SequenceState]) -> None:
+        """Count the drafts of a call that has returned `sampled`, those of each sequence too."""
+        import numpy as np  # the options of commands are parsed without it
+
+        source = sampled.draft_source
+        drafted = source >= 0
+        accepted = drafted & (sampled.token != REJECTED)
+        places = np.array([one.predicted_places for one in sequences])
+        predicted = (places[:, :1] <= source) & (source < places[:, 1:])
+        with_drafts = drafted.reshape(len(source), -1, width).any(axis=2)
+        counts = with_drafts, drafted, accepted, predicted, predicted & accepted
+        rows = np.stack([one.sum(axis=1) for one in counts], axis=1).tolist()
+        for sequence, row in zip(sequences, rows, strict=True):
+            sequence.drafts = sequence.drafts.plus(Drafts(*row))
         self.verify_calls += 1
-        self.drafts += int((drafted > 0).sum())
+        self.drafts += int(with_drafts.sum())
         self.draft_tokens += int(drafted.sum())
         self.accepted_tokens += int(accepted.sum())
+        lengths = accepted.reshape(-1, width).sum(axis=1)
         for place in range(width - 1):
-            self.accepted_per_position[place] += int((accepted > place).sum())
+            self.accepted_per_position[place] += int((lengths > place).sum())
+
+    def copy(self) -> DraftStats:
+        return dataclasses.replace(self, accepted_per_position=[*self.accepted_per_position])

@@ -43,6 +43,10 @@ class Stats:
     compilations: int = 0
     """Programs compiled during steps; 0, since all are compiled before the first."""
 
+    def copy(self) -> Stats:
+        """The counters as they are now."""
+        return dataclasses.replace(self, speculation=self.speculation.copy())
+
     def add_chunk(self, chunk: Chunk, num_padding: int) -> None:
         """Count the tokens of a chunk and the prompts that it completes."""
         scheduled_tokens = [scheduled for _, scheduled in chunk.scheduled_tokens()]

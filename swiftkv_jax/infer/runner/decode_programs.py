@@ -253,7 +253,10 @@ def decode(
             )
         history = extend_history(history, slots, batch, block.position, token, emitted)
         cache = keep_cache_sharding(config, cache, attention)
-        sampled = sampled._replace(token=mark_rejected(block, token, emitted).reshape(-1))
+        sampled = sampled._replace(
+            token=mark_rejected(block, token, emitted).reshape(-1),
+            draft_source=block.source.reshape(-1),
+        )
         sampled = jax.tree.map(lambda leaf: leaf.reshape(-1, width, *leaf.shape[1:]), sampled)
         return (cache, after, token_counts, history), sampled
 

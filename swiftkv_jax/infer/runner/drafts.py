@@ -43,12 +43,13 @@ class Block(NamedTuple):
     """Positions of the tokens, at least 0."""
     real: Bool[Array, "B T"]
     """Whether a column has a token; none of a sequence that has ended has."""
+    source: Int[Array, "B T"]
+    """Places of the drafts in the text that they are taken from; -1 in columns without one."""
 
     @property
     def drafted(self) -> Bool[Array, "B T"]:
         """Whether a column has a draft."""
-        first = jnp.zeros_like(self.real[:, :1])
-        return self.real & jnp.concatenate([first, self.real[:, :-1]], axis=1)
+        return self.source >= 0
 
 
 def history_size(max_tokens: int) -> int:
@@ -103,7 +104,8 @@ def draft(history: Int[Array, "B N"], batch: DecodeBatch, drafting: Drafting) ->
     real = (column >= 0) & (batch.remaining > 0)[:, None]
     tokens = jnp.where(column > 0, drafts, batch.token[:, None])
     position = jnp.maximum(batch.length[:, None] + column, 0)
-    return Block(jnp.where(real, tokens, 0), position, real)
+    source = jnp.where(real & (column > 0), source, -1)
+    return Block(jnp.where(real, tokens, 0), position, real, source)
 
 
 def accepted(

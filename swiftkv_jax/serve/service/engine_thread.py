@@ -150,10 +150,9 @@ class EngineThread:
 
     def _take_snapshot(self) -> Snapshot:
         engine = self._engine
-        stats = Stats(**vars(engine.stats))
         return Snapshot(
             engine.load,
-            stats,
+            engine.stats.copy(),
             engine.prefix_stats,
             frozenset(self._names[name] for name in engine.waiting_request_ids),
             self._num_taken,

@@ -12,7 +12,11 @@ from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.requests import Request
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
-from swiftkv_jax.infer.engine.speculation import SpeculativeConfig, parse_speculative_config
+from swiftkv_jax.infer.engine.speculation import (
+    Drafts,
+    SpeculativeConfig,
+    parse_speculative_config,
+)
 from tests.infer.engine.own_kv_engines import LONG, engine_of, mode_of, model, options
 
 MODES = [("boundary", 4, 48), ("own", 2, 48), ("tail 6 g=2", 4, 96)]
@@ -159,6 +163,31 @@ def test_a_right_prediction_saves_steps():
     # The last step may have no place for drafts.
     assert counted.accepted_tokens == counted.draft_tokens >= 48 * 3 // 4 - 1
     assert counted.verify_calls <= 13
+
+
+def drafts_of(engine: Engine, request: Request) -> Drafts:
+    """Those of the whole answer, which the engine has counted too."""
+    before = engine.stats.copy().speculation
+    *_, (_, last) = engine.run([request])
+    now = engine.stats.speculation
+    assert last.drafts.steps == now.drafts - before.drafts
+    assert last.drafts.tokens == now.draft_tokens - before.draft_tokens
+    assert last.drafts.accepted == now.accepted_tokens - before.accepted_tokens
+    by_place = np.subtract(now.accepted_per_position, before.accepted_per_position)
+    assert by_place.sum() == last.drafts.accepted and (np.diff(by_place) <= 0).all()
+    return last.drafts
+
+
+def test_drafts_of_the_prediction_are_told_from_others():
+    narrow, wide = engines(*MODES[0])
+    params = SamplingParams(max_tokens=30, ignore_eos=True, logit_bias={7: 60.0})
+    sevens = drafts_of(wide, Request([5, 9], params, prediction=[8] * 20))
+    assert sevens.accepted > 10 and sevens.predicted == sevens.tokens - sevens.accepted == 3
+    params = SamplingParams(max_tokens=30, ignore_eos=True, temperature=1.0, seed=8)
+    answer = answers(narrow, [Request([5, 9], params)])[0, 0][0]
+    wrong = [*answer[:12], *([60 - answer[12]] * 3), *answer[12:]]
+    found = drafts_of(wide, Request([5, 9], params, prediction=wrong))
+    assert found.predicted > found.predicted_accepted >= 12 and found.accepted < found.tokens
 
 
 def test_a_prediction_that_cannot_be_used_is_refused():
