@@ -136,7 +136,7 @@ test-ray: $(VENV)/installed
 
 # Command-line agents and client libraries, the newest of npm and PyPI, against the server with a scripted model; writes
 # docs/clients.md. Libraries that do not take openai 3 yet have one environment, aider, which pins most packages, another.
-# Node and npm come from PyPI.
+# Node and npm come from PyPI; the page at / needs a Chromium or Chrome of the system.
 AGENTS := .venv-agents
 UPGRADE := -m pip install --quiet --disable-pip-version-check --upgrade
 test-agents: $(VENV)/installed
@@ -149,7 +149,8 @@ test-agents: $(VENV)/installed
 	PATH=$(CURDIR)/$(AGENTS)/newest/bin:$$PATH npm install --prefix $(AGENTS) --no-audit --no-fund --loglevel error \
 		$(addsuffix @latest,@anthropic-ai/claude-code @openai/codex opencode-ai @qwen-code/qwen-code @continuedev/cli \
 		openai @anthropic-ai/sdk ai @ai-sdk/openai-compatible @ai-sdk/openai @ai-sdk/anthropic zod)
-	$(RUN) -m pytest -q -n 0 tests/agents
+	$(RUN) -m pip install --quiet --disable-pip-version-check --target $(AGENTS)/browser playwright
+	PYTHONPATH=$(CURDIR)/$(AGENTS)/browser $(RUN) -m pytest -q -n 0 tests/agents
 
 # Commands on SmolLM2, Gemma 3 and Qwen2.5-Coder, and the server before the last of them with the client libraries of OpenAI
 # and Anthropic: tools, agents, long chats. A quarter of an hour on two cores; nightly.

@@ -8,7 +8,7 @@ import re
 def test_the_page(running):
     status, headers, content = running.request("GET", "/")
     assert status == 200 and headers["content-type"] == "text/html; charset=utf-8"
-    assert len(content) < 30_000 and headers["x-content-type-options"] == "nosniff"
+    assert len(content) < 40_000 and headers["x-content-type-options"] == "nosniff"
     text, policy = content.decode(), headers["content-security-policy"]
     for name in ("script", "style"):
         (inside,) = re.findall(f"<{name}>(.*?)</{name}>", text, re.DOTALL)

@@ -7,7 +7,6 @@ import datetime
 import functools
 import hashlib
 import logging
-import re
 import time
 from collections.abc import Awaitable, Callable
 from importlib import resources
@@ -251,15 +250,20 @@ async def web_page(app: App, exchange: HTTPExchange) -> None:
     await exchange.send_bytes(200, content, "text/html; charset=utf-8")
 
 
+_WEB_PAGE = {"style": ["style.css"], "script": ["markdown.js", "chats.js", "page.js"]}
+"""Files that go into the elements of index.html."""
+
+
 @functools.cache
 def _web_page() -> tuple[bytes, str]:
     """(the page, a policy under which nothing but its own script and style runs)."""
-    text = resources.files(__package__).joinpath("page.html").read_text("utf-8")
-    allowed = {
-        name: base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
-        for name in ("script", "style")
-        if (found := re.search(f"<{name}>(.*?)</{name}>", text, re.DOTALL))
-    }
+    files = resources.files(__package__).joinpath("web")
+    text = files.joinpath("index.html").read_text("utf-8")
+    allowed: dict[str, str] = {}
+    for name, parts in _WEB_PAGE.items():
+        inside = "".join(files.joinpath(part).read_text("utf-8") for part in parts)
+        text = text.replace(f"<{name}></{name}>", f"<{name}>{inside}</{name}>")
+        allowed[name] = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
     policy = "; ".join(
         [
             "default-src 'none'",
