@@ -19,7 +19,7 @@ from ...model.cache import KVCache, Pool, cache_sharding, map_cache, row_shardin
 from ...model.config import Config
 from ...model.layers import unembed
 from ..engine.sampler_output import SamplerOutput
-from ..sampling.penalties import update_token_counts
+from ..sampling.penalties import update_token_counts, update_token_counts_of_blocks
 from ..sampling.sampler import apply_masks, sample, sample_greedy
 from .cached_layers import (
     OwnCache,
@@ -236,21 +236,20 @@ def decode(
         def counts():
             """Token counts before each place: with the drafts up to it."""
             new = repeated(token_counts.at[slots].get(mode="clip"), width)
-            for column in range(1, width):
-                token = jnp.repeat(block.tokens[:, column], width)
-                counted = block.drafted[:, column, None] & (jnp.arange(width) >= column)
-                row = jnp.arange(token.shape[0])
-                new = update_token_counts(new, row, token, counted.reshape(-1))
-            return new
+            tokens, drafted = repeated((block.tokens, block.drafted), width)
+            place = jnp.tile(jnp.arange(width), block.tokens.shape[0])[:, None]
+            counted = drafted & (jnp.arange(width) <= place)
+            return update_token_counts_of_blocks(new, jnp.arange(len(new)), tokens, counted)
 
-        sampling = repeated(batch.sampling, width)
-        sampled = sample(logits, sampling, counts, block.position.reshape(-1))
+        if greedy:
+            sampled = sample_greedy(logits)
+        else:
+            sampling = repeated(batch.sampling, width)
+            sampled = sample(logits, sampling, counts, block.position.reshape(-1))
         token = sampled.token.reshape(block.tokens.shape)
         after, emitted = accepted(block, token, batch)
-        for column in range(width):
-            token_counts = update_token_counts(
-                token_counts, slots, token[:, column], emitted[:, column]
-            )
+        if not greedy:
+            token_counts = update_token_counts_of_blocks(token_counts, slots, token, emitted)
         history = extend_history(history, slots, batch, block.position, token, emitted)
         cache = keep_cache_sharding(config, cache, attention)
         sampled = sampled._replace(

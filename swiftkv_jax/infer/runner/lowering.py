@@ -158,10 +158,11 @@ def lower_all(
             if rows in shapes.single_step_sizes:
                 program = DecodeProgram(rows, kind, single_step=True)
                 add(program, decode, *operands, **one_step, greedy=is_greedy)
-        if shapes.widths:
+        for kind in shapes.wide_kinds:
             steps, width = shapes.wide_call(rows)
             wide = static | {"steps": steps, "drafting": Drafting(width, *shapes.lookup)}
-            add(DecodeProgram(rows, width=width), decode, *operands, **wide)
+            program = DecodeProgram(rows, kind, width=width)
+            add(program, decode, *operands, **wide, greedy=kind == "greedy")
         if shapes.structured_outputs:
             words = mask_words(served.vocab_size)
             masks = layout.array((shapes.dp_size * rows, words), jnp.uint32)

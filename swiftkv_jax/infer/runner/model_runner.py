@@ -241,11 +241,10 @@ class ModelRunner:
         """See `ModelRunnerBase`."""
         slots, size, index = self._decode_rows(sequences)
         plain = all(sequence.params.is_plain_greedy for sequence in sequences)
-        if call.width > 1:
-            program = DecodeProgram(size, width=call.width)
-        else:
-            single = call.steps != self.shapes.decode_steps
-            program = DecodeProgram(size, self.shapes.decode_kind(plain), single_step=single)
+        # A wide program has the steps of `Shapes.wide_call`, and is none of a single step.
+        single = call.width == 1 and call.steps != self.shapes.decode_steps
+        kind = self.shapes.decode_kind(call, plain_greedy=plain)
+        program = DecodeProgram(size, kind, single_step=single, width=call.width)
         return AsyncOutput(self._decode(program, slots), index)
 
     def run_decode_constrained(

@@ -90,9 +90,16 @@ class Shapes:
         wide = (self.wide_call(rows).most for rows in self.decode_rows if self.widths)
         return max(self.decode_steps, *wide, 0)
 
-    def decode_kind(self, plain_greedy: bool) -> UnconstrainedKind:
+    @property
+    def wide_kinds(self) -> tuple[UnconstrainedKind, ...]:
+        """Kinds of wide decode programs. The sampler's cost grows with the width: on a CPU that of
+        16 tokens takes a quarter of a small model's step, so plain greedy calls go without it."""
+        return tuple(dict.fromkeys((*self.decode_kinds, "greedy"))) if self.widths else ()
+
+    def decode_kind(self, call: DecodeCall, *, plain_greedy: bool) -> UnconstrainedKind:
         """The kind of a call, given whether all of its sequences are plain greedy."""
-        return "greedy" if plain_greedy and "greedy" in self.decode_kinds else "sampling"
+        kinds = self.decode_kinds if call.width == 1 else self.wide_kinds
+        return "greedy" if plain_greedy and "greedy" in kinds else "sampling"
 
     def empty_batch(self, count: int) -> DecodeBatch:
         """A decode batch in NumPy of `count` slots without sequences."""

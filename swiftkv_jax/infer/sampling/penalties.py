@@ -45,6 +45,21 @@ def update_token_counts(
     return token_counts.at[rows, token].set(old + more.astype(token_counts.dtype), mode="drop")
 
 
+def update_token_counts_of_blocks(
+    token_counts: UInt16[Array, "_ V"],
+    rows: Int[Array, " B"],
+    token: Int[Array, "B T"],
+    active: Bool[Array, "B T"],
+) -> UInt16[Array, "_ V"]:
+    """`update_token_counts` for one column of `token` after the other, as one write."""
+    before = jnp.tri(token.shape[1], k=-1, dtype=bool)
+    same = (token[:, :, None] == token[:, None, :]) & active[:, None, :] & before
+    old = token_counts.at[rows[:, None], token].get(mode="clip") & _COUNT
+    more = active & (old + same.sum(axis=-1) < _COUNT)
+    more = more.astype(token_counts.dtype)
+    return token_counts.at[rows[:, None], token].add(more, mode="drop")
+
+
 def changes_logits(sampling: SamplingMetadata, position: Int[Array, " B"]) -> Bool[Array, " B"]:
     """Whether `apply_penalties` changes anything in a row."""
     penalised = (

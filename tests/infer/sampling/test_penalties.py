@@ -12,6 +12,7 @@ from swiftkv_jax.infer.sampling.penalties import (
     IN_PROMPT,
     token_counts_of,
     update_token_counts,
+    update_token_counts_of_blocks,
 )
 
 V = 16
@@ -41,6 +42,19 @@ def test_tokens_are_counted():
         counted(full, jnp.array([0]), jnp.array([2]), jnp.array([True])),
         np.full((1, V), IN_PROMPT - 1),
     )
+
+
+def test_tokens_of_blocks_are_counted_as_one_after_the_other():
+    """One token several times in a block, also where its count is nearly full."""
+    token_counts = np.zeros((3, V), np.uint16)
+    token_counts[1, 5] = IN_PROMPT - 3
+    rows, token = jnp.array([2, 1, 3]), jnp.array([[4, 4, -1, 4], [5, 5, 5, 6], [1, 1, 1, 1]])
+    active = jnp.array([[1, 0, 0, 1], [1, 1, 1, 1], [1, 1, 1, 1]], bool)
+    expected = jnp.asarray(token_counts)
+    for column in range(token.shape[1]):
+        expected = update_token_counts(expected, rows, token[:, column], active[:, column])
+    counted = update_token_counts_of_blocks(jnp.asarray(token_counts), rows, token, active)
+    assert np.array_equal(counted, expected) and counted[1, 5] == IN_PROMPT - 1
 
 
 def test_end_tokens_of_a_row():
