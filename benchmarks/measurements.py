@@ -9,17 +9,15 @@ comes from tests or from a command that writes no JSON is in `recorded`.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
-from swiftkv_jax import cli
 from swiftkv_jax.plan.hardware import GIB
 
 from . import students
-from .markdown import anchor, section, table
+from .markdown import anchor, section, table, write
 from .on_gpu import on_h100
 from .real import table as real
 from .recorded import asserted, demo, shipped
@@ -341,17 +339,7 @@ def page() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--check", action="store_true", help="exit 1 if the page is out of date")
-    args = parser.parse_args(argv)
-    if not args.check:
-        PAGE.write_text(page(), encoding="utf-8")
-    elif not PAGE.exists() or PAGE.read_text(encoding="utf-8") != page():
-        print(f"error: docs/{PAGE.name} is out of date: run {COMMAND}", file=sys.stderr)
-        return cli.ERROR
-    return cli.OK
+    return write(PAGE, page, COMMAND, __doc__, argv)
 
 
 if __name__ == "__main__":

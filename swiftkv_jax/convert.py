@@ -24,14 +24,14 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is that of `cli`."""
-    return cli.run_command(_parser(), argv, ".cli.conversion", __package__ or "")
+    return cli.run_command(parser(), argv, ".cli.conversion", __package__ or "")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = cli.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    result = cli.ArgumentParser(
         prog=cli.prog("convert"), description="Convert and inspect checkpoints."
     )
-    commands = parser.add_subparsers(required=True, metavar="{hf2orbax,orbax2hf,inspect}")
+    commands = result.add_subparsers(required=True, metavar="{hf2orbax,orbax2hf,inspect}")
 
     def command(name: str, text: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         "its keys and values, which it always loads (full)",
     )
     of_run(command("inspect", "Print what a checkpoint of either kind, or a training run, holds."))
-    return parser
+    return result
 
 
 if __name__ == "__main__":

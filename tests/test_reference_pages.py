@@ -1,5 +1,5 @@
-"""The API reference has every name, field and default; the page on planning prints a plan as the
-command does."""
+"""The API reference has every name, field and default, the page of flags every flag; the page on
+planning prints a plan as the command does."""
 
 import ast
 import dataclasses
@@ -9,6 +9,7 @@ import re
 import pytest
 
 import swiftkv_jax as skv
+from docs import flags
 from swiftkv_jax import infer
 from swiftkv_jax.__main__ import main
 from tests.test_docs import ROOT, blocks, commands, run, text_of
@@ -45,6 +46,10 @@ def test_the_reference_has_every_public_name():
                 values.append(ast.literal_eval(value))
         defaults = [each.default for each in parameters if each.default is not each.empty]
         assert values == defaults, name
+
+
+def test_the_page_of_flags_is_up_to_date(capsys):
+    assert flags.main(["--check"]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.long

@@ -29,12 +29,18 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None, check: KernelCheck | None = None) -> int:
     """Run the command: 0 if no configuration is wrong, crashes, hangs or could not be checked, else
     1, or another exit code of `cli`."""
-    parser = cli.ArgumentParser(
+    flags = parser()
+    args = flags.parse_args(argv)
+    return cli.run(lambda: _run(args, check), flags)
+
+
+def parser() -> argparse.ArgumentParser:
+    result = cli.ArgumentParser(
         prog=cli.prog("check-kernels"),
         description="Compare the device's attention kernels with the reference, each configuration "
         "in a child process.",
     )
-    add = parser.add_argument
+    add = result.add_argument
     add(
         "--model",
         "-m",
@@ -47,8 +53,7 @@ def main(argv: Sequence[str] | None = None, check: KernelCheck | None = None) ->
         help="branch, tag or commit of a model on the Hub (default: main)",
     )
     add("--json", type=Path, metavar="FILE", help="also write the verdicts here")
-    args = parser.parse_args(argv)
-    return cli.run(lambda: _run(args, check), parser)
+    return result
 
 
 def _run(args: argparse.Namespace, check: KernelCheck | None) -> int:

@@ -118,7 +118,7 @@ class Config:
     """0, or 1: those keys come from the hidden states of a token and of the one before it
     (`SwiftKV.k_tap`). Values do not: what a tap brings nearly all lies in the keys."""
     shared_kv_heads: tuple[tuple[int, ...], ...] | None = None
-    """[U][K]: for each key/value head of an upper layer, the head of its group's cache that it
+    """`[U][K]`: for each key/value head of an upper layer, the head of its group's cache that it
     reads. Set for students whose layers compute their values from the shared ones (`SwiftKV.mix`);
     None: every head reads the head with its own number, as in the authors' models."""
     generated_kv: GeneratedKV = "boundary"
