@@ -2,6 +2,8 @@
 
     python -m docs.flags
     python -m docs.flags --check     exit 1 if the page is out of date
+
+The parsers of the commands are read, whose options are fields of dataclasses.
 """
 
 from __future__ import annotations
