@@ -8,7 +8,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from swiftkv_jax.train.loss.far_tokens import FAR_NATS, MAX_FAR_LOSS
+from swiftkv_jax.train.loss.far_tokens import FAR_NATS
+from swiftkv_jax.train.loss.quality import MAX_FAR_LOSS
 
 from .markdown import section, table
 

@@ -29,7 +29,7 @@ from swiftkv_jax.infer.text import encode_chat
 from swiftkv_jax.plan.cost import prefill_flops
 from swiftkv_jax.train.__main__ import main as train
 from swiftkv_jax.train.data.sources import STDLIB
-from swiftkv_jax.train.loss.far_tokens import FarLoss
+from swiftkv_jax.train.loss.quality import FarLoss
 from swiftkv_jax.train.run.metrics import EVAL_FAR_NATS, EVAL_FAR_TOKENS
 from swiftkv_jax.train.run.output_folder import EXPORT
 

@@ -10,7 +10,7 @@ from benchmarks.real.cells import Program
 from benchmarks.result_files import ON_H100, all_of, real_documents
 from swiftkv_jax.model.cache import bytes_per_token
 from swiftkv_jax.plan.presets import PRESETS
-from swiftkv_jax.train.loss.far_tokens import MAX_FAR_LOSS
+from swiftkv_jax.train.loss.quality import MAX_FAR_LOSS
 from tests.compile import test_bundles
 from tests.test_docs import README, ROOT, blocks, text_of
 

@@ -18,7 +18,7 @@ from ..model.cut import CUT_FIELDS
 from ..model.model import AuxiliaryFiles
 from ..model.quantization import Format
 from ..process.files import write_json
-from .far_loss import FIELD as FAR_LOSS
+from . import loss_notes
 from .foreign import check_no_pointer
 from .hf_config import config_from_hf, config_to_hf, is_wrapped, text_fields
 from .quantized.compressed_tensors import quantization_config
@@ -118,7 +118,7 @@ def to_hf_config(
         "num_local_experts",
     )
     if config.num_upper_layers == 0:
-        stale = (*stale, FAR_LOSS)
+        stale = (*stale, *loss_notes.FIELDS)
     kept = {name: value for name, value in original.items() if name not in stale}
     if quantization == "fp8":
         fields = original.get("quantization_config") or {}

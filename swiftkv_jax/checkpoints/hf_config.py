@@ -69,7 +69,8 @@ _IRRELEVANT = frozenset(
     """
     _name_or_path architectures model_type transformers_version torch_dtype dtype use_cache
     pretraining_tp attention_dropout initializer_range bos_token_id eos_token_id pad_token_id
-    sep_token_id unk_token_id swiftkv _attn_implementation attn_implementation swiftkv_far_loss
+    sep_token_id unk_token_id swiftkv _attn_implementation attn_implementation
+    swiftkv_far_loss swiftkv_perplexity_loss
     _attn_implementation_autoset auto_map tokenizer_class return_dict return_dict_in_generate
     output_hidden_states output_attentions output_scores torchscript use_bfloat16 tf_legacy_loss
     chunk_size_feed_forward cross_attention_hidden_size is_decoder decoder_start_token_id

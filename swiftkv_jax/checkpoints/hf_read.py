@@ -24,7 +24,7 @@ from ..model.cut import has_same_delta
 from ..model.model import AuxiliaryFiles, Model
 from ..model.quantization import SCALE, VALUES, Format, Scheme, refuse_quantized
 from ..model.stacks import split_layers
-from . import far_loss, foreign, source
+from . import foreign, loss_notes, source
 from .auxiliary import read_auxiliary_files, read_json
 from .hf_config import is_wrapped, ties_without_head
 from .hf_write import BASE_DIGEST, DELTA, FORMAT, INDEX, SINGLE_FILE, base_model_digest
@@ -105,8 +105,9 @@ def open_delta(path: Path, base: Source) -> Source:
     tensors = _match(path, table, stored)
     dtypes = {leaf.name: _stored_dtype(leaf, tensors, None) for leaf in table}
     student = source.with_delta(base, path, dtypes, TensorReader(tensors))
-    lost = read_json(path / "config.json").get(far_loss.FIELD)
-    files = far_loss.with_field(student.auxiliary_files, lost)
+    stored_config = read_json(path / "config.json")
+    notes = {field: stored_config.get(field) for field in loss_notes.FIELDS}
+    files = loss_notes.with_notes(student.auxiliary_files, notes)
     return dataclasses.replace(student, auxiliary_files=files)
 
 

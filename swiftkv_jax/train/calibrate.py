@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from .. import cli
 from ..calibration import SLOPE_TOKENS
 from ..checkpoints import save_hf
-from ..checkpoints.far_loss import far_loss_warning
+from ..checkpoints.loss_notes import loss_warning
 from ..checkpoints.source import Source
 from ..checkpoints.training_run import CALIBRATION, EXPORT
 from ..cli.devices import join_and_emulate, refuse_x64
@@ -35,15 +35,10 @@ from ..process.files import write_json
 from .analysis.given_analysis import warn_over_budget
 from .calibrate_options import CALIBRATION_DEMO, CalibrationOptions
 from .data.loader import DatasetMixture
-from .loss.far_tokens import FAR_NATS, MIN_FAR_TOKENS, FarLoss
+from .loss.far_tokens import FAR_NATS
 from .loss.objective import Objective
-from .run.evaluation import (
-    compare_rows,
-    far_loss,
-    load_held_out,
-    noted_far_loss,
-    warn_of_far_loss,
-)
+from .loss.quality import MIN_FAR_TOKENS, FarLoss, PerplexityLoss, StudentLoss
+from .run.evaluation import compare_rows, load_held_out, noted, warn_of_loss
 from .run.open_run import open_run
 from .run.setup import boundary_settings, check_closed_form, describe_run
 from .run.start import calibration_tokens, copied_delta, fitted_delta, rows_left, scale_queries
@@ -120,16 +115,17 @@ def run(options: CalibrationOptions) -> None:
             "nothing is measured, because all of `data` was fitted to: give `eval_data`, more "
             "`data` or fewer `calibration_tokens`"
         )
-    lost = _far_loss(results)
-    files = noted_far_loss(model.auxiliary_files, "calibration", lost)
+    lost = _loss(*results.values())
+    files = noted(model.auxiliary_files, "calibration", lost)
+    warning = loss_warning(files.hf_config)
+    if warning is None and not lost.far.is_known:
+        warning = "loss on far tokens: not measured"
     if is_main_process():
         if results:
             print(table(results, config, HELD_OUT if chosen is None else LEFT))
             warn_of_losses(results, config, keep_delta=keep_delta)
-            *_, last = results.values()
-            share = last["perplexity"] / last["teacher_perplexity"] - 1
             remedy = "distil it, or keep more layers (`num_key_value_layers`)"
-            warn_over_budget(options, config, share, remedy)
+            warn_over_budget(options, config, lost.perplexity, remedy)
         write_json(
             options.output_dir / CALIBRATION,
             {
@@ -138,9 +134,7 @@ def run(options: CalibrationOptions) -> None:
                 **{name: getattr(config, name) for name in CUT_FIELDS},
                 "layers": [dataclasses.asdict(layer) for layer in layers],
                 "held_out": results,
-                "warning": far_loss_warning(files.hf_config)
-                if lost.is_known
-                else "loss on far tokens: not measured",
+                "warning": warning,
                 "measured_on": options.eval_data if chosen is None else options.data,
                 "seconds": round(seconds, 2),
             },
@@ -170,10 +164,16 @@ def check_calibration(options: CalibrationOptions, source: Source, config: Confi
         raise UsageError(f"`output_dir`={options.output_dir}: it holds a model already")
 
 
-def _far_loss(results: dict[str, dict[str, Any]]) -> FarLoss:
-    """The loss of the student that is exported, the last one."""
-    *_, last = ({}, *results.values())
-    return FarLoss(last.get("far_tokens", 0), last.get("far_nats"))
+def _loss(*results: dict[str, Any]) -> StudentLoss:
+    """The loss of the last student, the one that is exported; unknown without any."""
+    if not results:
+        return StudentLoss()
+    last = results[-1]
+    share = last["perplexity"] / last["teacher_perplexity"] - 1
+    return StudentLoss(
+        PerplexityLoss(share, last["perplexity_loss_error"]),
+        FarLoss(last["far_tokens"], last["far_nats"]),
+    )
 
 
 def _check_kept(source: Source, config: Config) -> None:
@@ -212,8 +212,7 @@ def measure(
     results = {}
     for name, student in students.items():
         step = functools.partial(step_of(student.config), student.swiftkv, student.llama)
-        total, of_far = compare_rows(step, rows)
-        far_tokens, far_nats = far_loss(of_far)
+        total, lost = compare_rows(step, rows)
         means = total.means()
         results[name] = {
             "tokens": int(total.targets),
@@ -221,8 +220,9 @@ def measure(
             "perplexity": math.exp(means["student_loss"]),
             "kl": float(means["kl"]),
             "agreement": float(means["agreement"]),
-            "far_tokens": far_tokens,
-            "far_nats": far_nats,
+            "perplexity_loss_error": lost.perplexity.error,
+            "far_tokens": lost.far.tokens,
+            "far_nats": lost.far.nats,
         }
     return results
 
@@ -259,10 +259,10 @@ def table(results: dict[str, dict[str, Any]], config: Config, text: str = HELD_O
 
 def warn_of_losses(results: dict[str, dict[str, Any]], config: Config, *, keep_delta: bool) -> None:
     """Log a warning if the last student should not be served as it is: it loses more than
-    `far_tokens.MAX_FAR_LOSS` on far tokens, or is further from the teacher than the other without
-    losing less there."""
+    module `quality` allows, or is further from the teacher than the other without losing less on
+    far tokens."""
     (before, old), (name, new) = results.items()
-    lost = FarLoss(new["far_tokens"], new["far_nats"])
+    lost = _loss(new)
     if config.generated_kv == "boundary":
         remedy = "distil it before you serve it"
     elif keep_delta:
@@ -273,8 +273,8 @@ def warn_of_losses(results: dict[str, dict[str, Any]], config: Config, *, keep_d
     else:
         remedy = "distil it for boundary before you scale it"
     more = "or keep more layers (`num_key_value_layers`)"
-    warn_of_far_loss(lost, f"the {name} model", f"{remedy}, {more}")
-    if new["kl"] > old["kl"] and not (lost.is_known and lost.nats < old["far_nats"]):
+    warn_of_loss(lost, f"the {name} model", f"{remedy}, {more}")
+    if new["kl"] > old["kl"] and not (lost.far.is_known and lost.far.nats < old["far_nats"]):
         logger.warning(
             "the %s model's KL from the teacher, %.4f, is above that of the model %s, %.4f",
             name,

@@ -19,7 +19,7 @@ from swiftkv_jax.model.cut import choose_generated_kv
 from swiftkv_jax.plan import cost
 from swiftkv_jax.plan.presets import PRESETS
 from swiftkv_jax.plan.tables import decode_bytes
-from swiftkv_jax.train.loss.far_tokens import MAX_FAR_LOSS
+from swiftkv_jax.train.loss.quality import MAX_FAR_LOSS
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROOT = DOCS.parent

@@ -12,8 +12,8 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax.checkpoints import open_any
-from swiftkv_jax.checkpoints.far_loss import far_loss_warning, with_far_loss
 from swiftkv_jax.checkpoints.hf_read import load_delta, open_delta
+from swiftkv_jax.checkpoints.loss_notes import FAR, PERPLEXITY, loss_warning, with_notes
 from swiftkv_jax.checkpoints.quantized import decode, matrices
 from swiftkv_jax.checkpoints.tensor_reader import TensorReader
 from swiftkv_jax.convert import main as convert
@@ -241,14 +241,20 @@ def test_decoded_models_are_plain_ones(tmp_path):
     assert found[2] == wide["model.layers.0.mlp.up_proj.weight"].tobytes()
     assert_same(skv.load(tmp_path / "out"), student)
 
-    files = with_far_loss(student.auxiliary_files, "calibration", 300, 0.4, 0.15)
+    far = {"nats": 0.4, "tokens": 300, "limit": 0.15, "step": "calibration"}
+    more = {"share": 0.0712, "error": None, "limit": 0.02, "step": "training"}
+    files = with_notes(student.auxiliary_files, {FAR: far, PERPLEXITY: more})
     noted = dataclasses.replace(student, auxiliary_files=files)
     skv.save_hf(noted, tmp_path / "delta", format="delta")
     joined = load_delta(tmp_path / "delta", skv.load(path, dtype="bfloat16"))
     assert joined.swiftkv is not None
     opened = open_delta(tmp_path / "delta", open_any(path, student.config))
     assert opened.has_delta
-    assert "0.400 nats" in (far_loss_warning(opened.auxiliary_files.hf_config) or "")
+    assert loss_warning(opened.auxiliary_files.hf_config) == (
+        "this cut lost 7.1% of perplexity on held-out text (limit 2%) after training and 0.400 "
+        "nats on 300 far tokens (limit 0.15) after calibration: keep more layers, or distil it; "
+        "swiftkv train analyze shows what it takes"
+    )
 
     again = skv.load(path, quantization="fp8")
     skv.save_hf(again, tmp_path / "fp8")

@@ -16,7 +16,7 @@ from swiftkv_jax.train.__main__ import main
 from swiftkv_jax.train.analysis import analyze
 from swiftkv_jax.train.analysis.analysis_table import describe_dips
 from swiftkv_jax.train.analysis.sweep import CutResult, LayerR2, Sweep
-from swiftkv_jax.train.loss import far_tokens
+from swiftkv_jax.train.loss import quality
 from tests.train.test_analyze import BATCHES, CONFIG, LLAMA, analyze_cuts
 from tests.train.test_recommendation import cut as made_cut
 
@@ -70,7 +70,7 @@ def test_the_command_on_the_demo_model(tmp_path, capsys):
         )
         assert row["of layers"] == f"{cut.num_key_value_layers / 8:.1%}"
         assert row["generated"] == cut.generated_kv, "rows of 64 are too short for a tail"
-        assert row["far nats"] == far_tokens.FarLoss(result["far_tokens"], cut.far_nats).cell
+        assert row["far nats"] == quality.FarLoss(result["far_tokens"], cut.far_nats).cell
         assert row["perplexity"] == f"{cut.perplexity_loss:+.2%}", "one row has no spread"
         assert cut.perplexity_loss == pytest.approx(
             cut.student_perplexity / cut.teacher_perplexity - 1, abs=1e-9

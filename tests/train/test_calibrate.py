@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
+from swiftkv_jax.checkpoints.loss_notes import loss_warning
 from swiftkv_jax.train import calibrate as train_calibrate
 from swiftkv_jax.train.__main__ import main
 from swiftkv_jax.train.loss import far_tokens
@@ -50,9 +51,9 @@ def calibrate(folder: Path, *flags: str) -> int:
 
 
 def test_it_writes_a_model_and_a_record(folder, capsys):
-    """Of the cut in an analysis, one whose budget no student holds."""
+    """Of the cut in an analysis, a student that loses more than should be served."""
     found = {"num_layers": 6, "generated_kv": "boundary", "exact_tail": 0, "boundary_taps": 0}
-    found |= {"num_key_value_layers": 2, "max_perplexity_loss": -1.0}
+    found |= {"num_key_value_layers": 2}
     write_analysis(folder / "analysis", model=str(folder / "teacher"), **found)
     flags = ["--analysis", str(folder / "analysis"), "--key-value-group-size", "2"]
     flags += ["--eval-data", str(folder / "text.txt"), "--output-dir", str(folder / "out")]
@@ -65,13 +66,16 @@ def test_it_writes_a_model_and_a_record(folder, capsys):
     assert held_out["calibrated"]["far_tokens"] == held_out["copied"]["far_tokens"]
     table, error = capsys.readouterr()
     assert "--key-value-group-size 2: given instead of what is recommended" in error
-    assert "of perplexity on held-out text, more than the -100% that the cut was" in error
+    assert "of perplexity on held-out text, more than 2%" in error
+    lost = held_out["calibrated"]["perplexity"] / held_out["calibrated"]["teacher_perplexity"] - 1
+    assert record["warning"].startswith(f"this cut lost {lost:.1%} of perplexity on held-out text")
     copied = held_out["copied"]
     assert copied["tokens"] > 100
     title = f"{copied['tokens']:,} tokens of held-out text; teacher's perplexity "
     assert f"{title}{copied['teacher_perplexity']:,.3f}" in table
     assert re.search(rf"^calibrated .* {held_out['calibrated']['kl']:.4f} ", table, re.M)
     model = skv.load(folder / "out" / "model")
+    assert loss_warning(model.auxiliary_files.hf_config) == record["warning"]
     assert model.config.num_key_value_layers == 2 and model.config.shared_kv_heads is not None
     assert (folder / "out" / "model" / "tokenizer.json").is_file()
 
@@ -269,8 +273,18 @@ def test_prompt_attention_layers_and_a_tap(folder):
     assert model.swiftkv is not None and np.abs(model.swiftkv.mlp_down).max() > 0
 
 
+ROW = {
+    "perplexity": 5.0,
+    "teacher_perplexity": 5.0,
+    "perplexity_loss_error": None,
+    "kl": 0.1,
+    "far_nats": 0.4,
+    "far_tokens": 99,
+}
+
+
 def test_a_model_that_loses_far_tokens_is_warned_of(caplog):
-    before = {"kl": 0.02, "far_nats": 0.3, "far_tokens": 99}
+    before = ROW | {"kl": 0.02, "far_nats": 0.3}
     cases = (0.01, 0.16, 1), (0.03, 0.14, 0), (0.03, 0.31, 2), (0.01, None, 0), (0.03, None, 1)
     for kl, far, warnings in cases:
         caplog.clear()
@@ -299,7 +313,7 @@ def test_a_model_that_loses_far_tokens_is_warned_of(caplog):
 )
 def test_what_is_advised_to_a_student_that_loses_too_much(group, keep_delta, remedy, caplog):
     config = dataclasses.replace(CUT.cut(CUT.num_key_value_layers, group), generated_kv="own")
-    rows = {name: {"kl": 0.1, "far_nats": 0.4, "far_tokens": 99} for name in ("one", "other")}
+    rows = {"one": ROW, "other": ROW}
     train_calibrate.warn_of_losses(rows, config, keep_delta=keep_delta)
     assert caplog.messages[0].endswith(f": {remedy}, or keep more layers (`num_key_value_layers`)")
 

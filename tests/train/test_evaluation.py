@@ -1,15 +1,18 @@
-"""What a run reports of far tokens: at each evaluation, and of the model that it exports."""
+"""What a run reports of a student's loss: at each evaluation, and of the model that it exports."""
 
 import json
 import math
 import shutil
+from typing import Any
 
+import numpy as np
 import pytest
 
-from swiftkv_jax.checkpoints.far_loss import FIELD, far_loss_warning
+from swiftkv_jax.checkpoints.loss_notes import FAR, FIELDS, PERPLEXITY, loss_warning
 from swiftkv_jax.model.model import AuxiliaryFiles
 from swiftkv_jax.train.__main__ import main
-from swiftkv_jax.train.loss.far_tokens import FarLoss
+from swiftkv_jax.train.loss.quality import FarLoss, PerplexityLoss, StudentLoss, perplexity_loss
+from swiftkv_jax.train.report.report import loss_sentence
 from swiftkv_jax.train.run import evaluation
 
 TEXT = (
@@ -59,47 +62,106 @@ def test_far_tokens_are_found_once_and_lost_nats_reported_at_each_evaluation(
     assert "--eval-batches has changed" in capsys.readouterr().err
 
 
+def row_of(step: int, loss: StudentLoss) -> dict[str, Any]:
+    """An evaluation in `metrics.jsonl`."""
+    row = {
+        "step": step,
+        "eval_loss": 1.0,
+        "eval_teacher_perplexity": 4.0,
+        "eval_student_perplexity": 4.0 * (1 + (loss.perplexity.share or 0.0)),
+        "eval_perplexity_loss_error": loss.perplexity.error,
+        "eval_far_tokens": loss.far.tokens,
+        "eval_far_nats": loss.far.nats,
+    }
+    return {name: value for name, value in row.items() if value is not None}
+
+
+FAR_TOO_MUCH = "0.160 nats on 1,200 tokens that depend on the far prompt, more than 0.15"
+
+
 @pytest.mark.parametrize(
-    ("tokens", "lost", "warns"),
-    [(64, 0.14, False), (1200, 0.16, True), (63, 0.9, False), (0, None, False)],
+    ("loss", "expected"),
+    [
+        (StudentLoss(PerplexityLoss(0.019), FarLoss(64, 0.14)), None),
+        (StudentLoss(PerplexityLoss(0.03, 0.011), FarLoss(63, 0.9)), None),
+        (StudentLoss(PerplexityLoss(0.0), FarLoss(1200, 0.16)), FAR_TOO_MUCH),
+        (
+            StudentLoss(PerplexityLoss(0.039, 0.011)),
+            "3.9% ± 1.1% of perplexity on held-out text, more than 2%",
+        ),
+        (
+            StudentLoss(PerplexityLoss(0.12), FarLoss(1200, 0.16)),
+            f"12.0% of perplexity on held-out text, more than 2%, and {FAR_TOO_MUCH}",
+        ),
+    ],
 )
-def test_a_student_that_loses_far_tokens_is_warned_of(tokens, lost, warns, tmp_path, log):
-    """Of the step that is exported, whatever the others lost. From few nothing follows."""
-    number = {"eval_far_tokens": tokens}
-    rows = [{"step": 0, "eval_far_nats": 0.1} | number, {"step": 1, "loss": 1.0}, {"step": 1}]
-    rows += [{"step": 2, "eval_far_nats": 0.9} | number]
-    if lost is not None:
-        rows[2] |= {"eval_far_nats": lost} | number
+def test_a_student_that_loses_too_much_is_warned_of(loss, expected, tmp_path, log):
+    """Of the step that is exported, whatever the others lost. From few far tokens nothing
+    follows, nor from perplexity within its error."""
+    bad = StudentLoss(PerplexityLoss(0.9), FarLoss(1200, 0.9))
+    rows = [row_of(0, bad), {"step": 1, "loss": 1.0}, row_of(1, loss), row_of(2, bad)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = evaluation.log_far_loss(tmp_path, 1)
-    assert found == ((0, None) if lost is None else (tokens, lost))
-    text = "the student loses 0.160 nats on 1,200 tokens that depend on the far prompt, more than"
-    assert any(message.startswith(text) for message in log.messages) == warns
-    assert len(log.messages) == (0 if lost is None else 1 + warns)
-    if tokens == 63:
+    found = evaluation.log_loss(tmp_path, 1)
+    assert found.perplexity.share == pytest.approx(loss.perplexity.share, abs=1e-12)
+    assert found.far == loss.far and found.perplexity.error == loss.perplexity.error
+    warnings = [record.getMessage() for record in log.records if record.levelname == "WARNING"]
+    if expected is None:
+        assert not warnings and loss_sentence(rows[:3]) == ""
+    else:
+        assert warnings[0].startswith(f"the student loses {expected}: train it longer, ")
+        assert f"loses {expected}: do not serve it as it is." in loss_sentence([rows[2]])
+    if loss.far.tokens == 63:
         assert log.messages[0].startswith("far tokens: 63 tokens, too few to say (64 are needed);")
 
 
 @pytest.mark.parametrize(
-    ("tokens", "lost", "noted"),
-    [(1200, 0.664, True), (1200, 0.15, False), (63, 0.9, False), (0, None, False)],
+    ("loss", "noted"),
+    [
+        (StudentLoss(PerplexityLoss(0.0), FarLoss(1200, 0.664)), [FAR]),
+        (StudentLoss(PerplexityLoss(0.0), FarLoss(1200, 0.15)), []),
+        (StudentLoss(PerplexityLoss(0.12345, 0.01), FarLoss(63, 0.9)), [PERPLEXITY]),
+        (StudentLoss(PerplexityLoss(0.3), FarLoss(64, 0.9)), [PERPLEXITY, FAR]),
+        (StudentLoss(), []),
+    ],
 )
-def test_the_export_of_a_student_that_loses_far_tokens_says_so(tokens, lost, noted):
-    """And the note of the student that it was made from goes, unless it was trained unmeasured."""
-    given = AuxiliaryFiles(hf_config={"model_type": "llama", FIELD: {"nats": 9.0}})
-    found = evaluation.noted_far_loss(given, "calibration", FarLoss(tokens, lost)).hf_config
-    assert found["model_type"] == "llama" and (FIELD in found) == noted
-    trained = evaluation.noted_far_loss(given, "training", FarLoss(tokens, lost)).hf_config
-    kept = given.hf_config[FIELD] if tokens < 64 else found.get(FIELD)
-    assert (trained.get(FIELD) or {}).get("nats") == (kept or {}).get("nats")
-    assert far_loss_warning(found) == (
-        "this cut lost 0.664 nats on 1,200 far tokens (limit 0.15) after calibration: keep more "
-        "layers, or distil it; swiftkv train analyze shows what it takes"
-        if noted
-        else None
-    )
+def test_the_export_of_a_student_that_loses_too_much_says_so(loss, noted):
+    """And notes of the student that it was made from go, unless it was trained unmeasured."""
+    old: dict[str, Any] = {FAR: {"nats": 9.0}, PERPLEXITY: {"share": 9.0}}
+    given = AuxiliaryFiles(hf_config={"model_type": "llama"} | old)
+    found = evaluation.noted(given, "calibration", loss).hf_config
+    assert found["model_type"] == "llama" and [name for name in FIELDS if name in found] == noted
+    trained = evaluation.noted(given, "training", loss).hf_config
+    for name, each in ((PERPLEXITY, loss.perplexity), (FAR, loss.far)):
+        if each.is_known:
+            assert (trained.get(name) or {}) == (found.get(name) or {}) | (
+                {"step": "training"} if name in noted else {}
+            )
+        else:
+            assert trained[name] == old[name]
+    if noted == [FAR]:
+        assert loss_warning(found) == (
+            "this cut lost 0.664 nats on 1,200 far tokens (limit 0.15) after calibration: keep "
+            "more layers, or distil it; swiftkv train analyze shows what it takes"
+        )
+    elif noted == [PERPLEXITY]:
+        assert found[PERPLEXITY] == {
+            "share": 0.1235,
+            "error": 0.01,
+            "limit": 0.02,
+            "step": "calibration",
+        }
 
 
 @pytest.mark.parametrize("field", [None, "0.6", {"nats": "much"}, {"nats": 1.0}])
 def test_other_fields_warn_of_nothing(field):
-    assert far_loss_warning({FIELD: field}) is None
+    assert loss_warning({FAR: field, PERPLEXITY: field}) is None
+
+
+def test_the_error_of_a_loss_is_that_over_parts_of_the_text():
+    """Parts that lose alike have none, and of a single part it is unknown."""
+    tokens = np.array([10.0, 10.0, 0.0])
+    share, error = perplexity_loss(np.array([2.0, 4.0, 0.0]), tokens)
+    assert share == pytest.approx(math.expm1(0.3))
+    assert error == pytest.approx(math.exp(0.3) * 0.1)
+    assert perplexity_loss(np.array([3.0, 3.0, 0.0]), tokens)[1] == 0.0
+    assert perplexity_loss(np.array([3.0]), tokens[:1])[1] is None

@@ -9,7 +9,7 @@ import pytest
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.train.analysis.recommendation import Budget, parse_budget, recommend
 from swiftkv_jax.train.analysis.sweep import CutResult
-from swiftkv_jax.train.loss.far_tokens import MIN_FAR_TOKENS
+from swiftkv_jax.train.loss.quality import MIN_FAR_TOKENS
 
 
 def cut(k: int, prefill: float, perplexity: float, far: float | None, **fields: Any) -> CutResult:

@@ -104,7 +104,8 @@ def test_a_finished_run(tmp_path):
         and "eval_data" not in rows
     )
     assert rows["num_key_value_layers"] == ["16"], "the cut that was taken"
-    warning = "Warning: the student loses 0.250 nats on 1,200 far tokens, more than 0.15"
+    warning = "Warning: the student loses 5.0% of perplexity on held-out text, more than 2%, and "
+    warning += "0.250 nats on 1,200 tokens that depend on the far prompt, more than 0.15: do not"
     assert warning in text and "not measured" not in text
     assert (
         "step 40 of 40; 02:00 in logged steps; median 30,000 tokens/s (27,000 without padding), "

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from jax.sharding import Mesh
 
-from ...checkpoints.far_loss import far_loss_warning
+from ...checkpoints.loss_notes import loss_warning
 from ...cli.model_options import ModelOptions
 from ...model.model import Model
 from ..engine.engine import Engine
@@ -32,7 +32,7 @@ def start_engine(
     of `Engine.from_model`.
     """
     start = time.perf_counter()
-    warning = far_loss_warning(model.auxiliary_files.hf_config)
+    warning = loss_warning(model.auxiliary_files.hf_config)
     if warning and model.uses_swiftkv(model_options.uses_swiftkv):
         logger.warning("%s", warning)
     engine = Engine.from_model(

@@ -6,10 +6,11 @@ import textwrap
 from collections.abc import Callable, Sequence
 
 from ...calibration import LayerFit
-from ..loss.far_tokens import FAR_NATS, MAX_FAR_LOSS, MIN_FAR_TOKENS, FarLoss
+from ..loss.far_tokens import FAR_NATS
+from ..loss.quality import MAX_FAR_LOSS, MIN_FAR_TOKENS, FarLoss, plus_minus
 from .cut_search import dips
 from .heads import cut_off, describe_heads
-from .recommendation import Budget, Recommendation, as_counted, plus_minus
+from .recommendation import Budget, Recommendation, as_counted
 from .sweep import Analysis, CutResult
 
 UNIFORM = {"g": "1", "M": "0", "neurons": "0", "taps": "0", "head": "0", "KV cache": "100.0%"}

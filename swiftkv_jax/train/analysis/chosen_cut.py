@@ -17,7 +17,7 @@ from ...model.cut import CUT_FIELDS
 from ...model.model import default_dtype
 from ...plan.cost import prefill_flops
 from ...process.distributed import is_main_process
-from ..loss.far_tokens import MIN_FAR_TOKENS
+from ..loss.quality import MIN_FAR_TOKENS
 from ..run.output_folder import prepare_folder, removed_if_empty
 from ..run.progress import peak_flops
 from ..run_options import RunOptions

@@ -13,6 +13,7 @@ from ...checkpoints.hub import repository_of
 from ...errors import CheckpointError, DataError, UsageError
 from ...model.config import GENERATED_KV, Config
 from ...model.cut import CUT_FIELDS, describe_cut
+from ..loss.quality import PerplexityLoss
 from ..run.setup import cut_model
 from ..run_options import RunOptions
 from .recommendation import Recommendation
@@ -158,23 +159,24 @@ def filled_cut[T: RunOptions](recipe: T, cut: dict[str, Any]) -> T:
     return dataclasses.replace(recipe, **missing)
 
 
-def warn_over_budget(recipe: RunOptions, config: Config, lost: float | None, remedy: str) -> None:
+def warn_over_budget(recipe: RunOptions, config: Config, lost: PerplexityLoss, remedy: str) -> None:
     """Log a warning if a student lost a larger share of the teacher's perplexity on held-out text
-    than the analysis that recommended its K allows. `lost` None: nothing was measured."""
+    than the analysis that recommended its K allows, and not so much that it is warned of anyway."""
+    if not lost.is_known or lost.is_too_much:
+        return
     folder = recipe.output_dir / FOLDER if recipe.analysis is None else Path(recipe.analysis)
     try:
         chosen = read_analysis(folder).recommendation
     except (DataError, UsageError):
         return  # the cut comes from no analysis
     limit = chosen.max_perplexity_loss
-    if chosen.num_key_value_layers != config.num_key_value_layers or None in (limit, lost):
+    if chosen.num_key_value_layers != config.num_key_value_layers or limit is None:
         return
-    assert limit is not None and lost is not None
-    if lost > limit:
+    if lost.exceeds(limit):
         logger.warning(
-            "the student loses %.1f%% of perplexity on held-out text, more than the %g%% that the "
-            "cut was chosen for: %s",
-            100 * lost,
+            "the student loses %s of perplexity on held-out text, more than the %g%% that the cut "
+            "was chosen for: %s",
+            lost,
             100 * limit,
             remedy,
         )

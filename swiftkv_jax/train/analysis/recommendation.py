@@ -11,13 +11,10 @@ from typing import TYPE_CHECKING, Any
 from ...errors import UsageError
 from ...model.config import Config, GeneratedKV
 from ...model.cut import CUT_FIELDS, describe_cut
-from ..loss.far_tokens import MAX_FAR_LOSS, MIN_FAR_TOKENS
+from ..loss.quality import MAX_FAR_LOSS, MAX_PERPLEXITY_LOSS, MIN_FAR_TOKENS, plus_minus
 
 if TYPE_CHECKING:
     from .sweep import CutResult
-
-MAX_PERPLEXITY_LOSS = 0.02
-"""Share of the teacher's perplexity that a student may lose where no budget is named."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,11 +198,6 @@ class Recommendation:
             if value != getattr(Config, name):
                 words += [f"--{name.replace('_', '-')}", str(value)]
         return shlex.join([*words, "--output-dir", "runs/cut"])
-
-
-def plus_minus(error: float | None, form: str) -> str:
-    """` ± 0.2%`, formatted with `form`; nothing for an error that is unknown."""
-    return "" if error is None else f" ± {error:{form}}"
 
 
 def recommend(cuts: Iterable[CutResult], budget: Budget, far_tokens: int) -> Recommendation | None:

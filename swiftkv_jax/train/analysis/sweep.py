@@ -30,6 +30,7 @@ from ...model.params import Llama
 from ...model.sharding import to_host
 from ...plan.cost import prefill_flops
 from ..loss.far_tokens import only_far
+from ..loss.quality import mean_and_error, perplexity_loss
 from ..recipe import Init
 from ..run.progress import track
 from .cut_boundary import boundary_kv
@@ -245,8 +246,8 @@ class Sweep:
     ) -> CutResult:
         tokens = counted.sum()
         kl, agreement, teacher, student, _ = sums.sum(1) / max(tokens, 1)
-        lost, lost_error = _mean(sums[3] - sums[2], counted)
-        far_nats, far_error = _mean(sums[4], far) if far.sum() else (None, None)
+        lost, lost_error = perplexity_loss(sums[3] - sums[2], counted)
+        far_nats, far_error = mean_and_error(sums[4], far) if far.sum() else (None, None)
         dtype = self.llama.embed.dtype
         kv_bytes = bytes_per_token(cut, dtype)
         return CutResult(
@@ -256,8 +257,8 @@ class Sweep:
             agreement=float(agreement),
             teacher_perplexity=math.exp(teacher),
             student_perplexity=math.exp(student),
-            perplexity_loss=math.expm1(lost),
-            perplexity_loss_error=None if lost_error is None else math.exp(lost) * lost_error,
+            perplexity_loss=lost,
+            perplexity_loss_error=lost_error,
             far_nats=far_nats,
             far_nats_error=far_error,
             prefill_flops_share=self.cost(cut),
@@ -346,18 +347,6 @@ def _explained(fits: Sequence[LayerFit], means, products, tokens) -> list[LayerR
     # keys and values that are constant have nothing to explain
     r2 = np.divide(square, own * fitted, out=np.ones_like(own), where=own * fitted > 0).mean(-1)
     return [LayerR2(fit.layer, *np.minimum(r2[fit.layer], 1.0).tolist()) for fit in fits]
-
-
-def _mean(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float | None]:
-    """A mean over tokens, from sums over rows, and its standard error over rows: None where fewer
-    than two rows have tokens."""
-    total = max(counts.sum(), 1)
-    mean = sums.sum() / total
-    rows = int((counts > 0).sum())
-    if rows < 2:
-        return float(mean), None
-    spread = np.square(sums - mean * counts).sum() * rows / (rows - 1)
-    return float(mean), float(np.sqrt(spread) / total)
 
 
 def _real_tokens(batches: Iterable[Batch]) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,51 +25,8 @@ from ...model.transformer import teacher
 from .distill import chunk_length, split_chunks
 
 FAR_NATS = 1.0
-MAX_FAR_LOSS = 0.15
-"""Nats lost on far-dependent predictions, on average, above which the commands warn of a
-student."""
-MIN_FAR_TOKENS = 64
-"""Far-dependent predictions below which no mean over them is shown. Single losses of a student that
-loses much deviate by some 1.2 nats (t2 at K = 10: 0.259 +- 0.037 on 4,202 tokens at 95 %), so that
-the standard error of the mean of fewer is larger than `MAX_FAR_LOSS`."""
 KEPT = 64
 """Tokens at the end of a row's first half that are not far; a quarter of a row at most."""
-
-
-class FarLoss(NamedTuple):
-    """The number of far tokens, and the nats that a student loses on them, on average."""
-
-    tokens: int = 0
-    nats: float | None = None
-    """None without far tokens."""
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the tokens are enough to say something."""
-        return self.nats is not None and self.tokens >= MIN_FAR_TOKENS
-
-    @property
-    def is_too_much(self) -> bool:
-        return self.nats is not None and self.is_known and self.nats > MAX_FAR_LOSS
-
-    @property
-    def cell(self) -> str:
-        """For a table: `none`, `too few`, or nats."""
-        if not self.tokens or self.nats is None:
-            return "none"
-        return f"{self.nats:+.3f}" if self.is_known else "too few"
-
-    def __str__(self) -> str:
-        """`+0.030 (1,200 tokens)`, or only how many there are."""
-        if not self.tokens or self.nats is None:
-            return "none"
-        count = f"({describe_count(self.tokens)})"
-        return f"{self.nats:+.3f} {count}" if self.is_known else count
-
-
-def describe_count(tokens: int) -> str:
-    """`1,200 tokens`, or that nothing follows from so few."""
-    return f"{tokens:,} tokens" + ", too few to say" * (tokens < MIN_FAR_TOKENS)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

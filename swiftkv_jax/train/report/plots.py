@@ -14,7 +14,7 @@ from ..analysis.analysis_table import by_k
 from ..analysis.cut_search import dips
 from ..analysis.recommendation import Recommendation
 from ..analysis.sweep import Analysis, CutResult
-from ..loss.far_tokens import describe_count
+from ..loss.quality import describe_count
 
 
 def _set_log(axes: Any) -> None:

@@ -23,8 +23,7 @@ from ...errors import CheckpointError, UsageError
 from ...process.files import write_atomic
 from ...process.plotting import matplotlib_missing
 from ..loss.divergence import describe
-from ..loss.far_tokens import MAX_FAR_LOSS
-from ..run.metrics import EVAL_FAR_TOKENS, METRICS, far_of, read_metrics
+from ..run.metrics import EVAL_FAR_TOKENS, METRICS, loss_of, read_metrics
 from .plots import draw_run
 
 logger = logging.getLogger(__name__)
@@ -69,7 +68,7 @@ svg {{ width: 100%; height: auto; }}
 <body>
 <h1>{title}</h1>
 <p>{summary}</p>
-<p>{far_tokens}</p>
+<p>{losses}</p>
 {outcomes}
 <h2>Curves</h2>
 {curves}
@@ -121,7 +120,7 @@ def render(name: str, recipe: dict[str, Any], rows: Sequence[dict[str, Any]]) ->
     return _PAGE.format(
         title=html.escape(f"Distillation run {name}"),
         summary=html.escape(summary(recipe, rows)),
-        far_tokens=html.escape(far_sentence(evaluations)),
+        losses=html.escape(loss_sentence(evaluations)),
         outcomes=_table(*outcomes(evaluations)) if evaluations else "",
         curves=draw_run(rows),
         recipe=_table(("setting", "value"), settings),
@@ -144,18 +143,14 @@ def summary(recipe: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     return "; ".join(parts)
 
 
-def far_sentence(evaluations: Sequence[dict[str, Any]]) -> str:
+def loss_sentence(evaluations: Sequence[dict[str, Any]]) -> str:
     """Whether the last evaluation warns of the student, or that nothing was measured."""
-    measured = [row for row in evaluations if EVAL_FAR_TOKENS in row]
-    if not measured:
+    if not evaluations:
         return "Loss on far tokens: not measured (eval_data)."
-    lost = far_of(measured[-1])
-    if not lost.is_too_much:
+    too_much = loss_of(evaluations[-1]).too_much
+    if not too_much:
         return ""
-    return (
-        f"Warning: the student loses {lost.nats:.3f} nats on {lost.tokens:,} far tokens, more than "
-        f"{MAX_FAR_LOSS:g}: do not serve it as it is."
-    )
+    return f"Warning: the student loses {too_much}: do not serve it as it is."
 
 
 def outcomes(evaluations: Sequence[dict[str, Any]]) -> tuple[Sequence[str], list[tuple[str, ...]]]:
@@ -169,11 +164,8 @@ def outcomes(evaluations: Sequence[dict[str, Any]]) -> tuple[Sequence[str], list
         (label, *(form.format(row[key]) for row in chosen)) for key, (label, form) in found.items()
     ]
     if all(EVAL_FAR_TOKENS in row for row in chosen):
-        rows.append(("far tokens, nats lost", *(str(far_of(row)) for row in chosen)))
-    excess = (
-        f"{row['eval_student_perplexity'] / row['eval_teacher_perplexity'] - 1:+.2%}"
-        for row in chosen
-    )
+        rows.append(("far tokens, nats lost", *(str(loss_of(row).far) for row in chosen)))
+    excess = (f"{loss_of(row).perplexity.share:+.2%}" for row in chosen)
     return heading, [*rows, ("student's perplexity above the teacher's", *excess)]
 
 

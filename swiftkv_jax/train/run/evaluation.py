@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ...checkpoints.far_loss import Step, with_far_loss
+from ...checkpoints.loss_notes import FAR, PERPLEXITY, Step, with_notes
 from ...model.attention import Attention
 from ...model.batch import Batch
 from ...model.config import Config
@@ -24,16 +24,26 @@ from ...model.sharding import batch_sharding, to_host
 from ..data.loader import DatasetMixture, first_batches
 from ..data.loader import batches as shuffled_batches
 from ..loss.distill import Sums
-from ..loss.far_tokens import (
-    MAX_FAR_LOSS,
+from ..loss.far_tokens import only_far
+from ..loss.quality import (
     MIN_FAR_TOKENS,
     FarLoss,
+    PerplexityLoss,
+    StudentLoss,
     describe_count,
-    only_far,
+    perplexity_loss,
 )
 from ..run_options import RunOptions
 from .batch_sharder import BatchSharder
-from .metrics import EVAL_FAR_NATS, EVAL_FAR_TOKENS, EVAL_LOSS, METRICS, far_of, read_metrics
+from .metrics import (
+    EVAL_FAR_NATS,
+    EVAL_FAR_TOKENS,
+    EVAL_LOSS,
+    EVAL_PERPLEXITY_ERROR,
+    METRICS,
+    loss_of,
+    read_metrics,
+)
 from .progress import track
 from .setup import own_tail
 
@@ -112,26 +122,31 @@ def _batches(
 
 def evaluate(step: EvalStep, rows: HeldOut, hidden_weight: float) -> dict[str, float]:
     """Perplexities, agreement, KL, distillation loss and hidden loss per token, the number of far
-    tokens and, if there are any, the nats lost on them, under names that begin with `eval_`.
+    tokens, if there are any the nats lost on them, and with two batches or more the standard error
+    of the perplexity that is lost, under names that begin with `eval_`.
 
     They are means over the predictions of targets (`hidden_loss`: over tokens). The recipe's
     `loss_average` and `loss_mask` affect only the training loss.
     """
-    of_rows, of_far = compare_rows(step, rows)
-    means = {name: float(value) for name, value in of_rows.means().items()}
+    total, lost = compare_rows(step, rows)
+    means = {name: float(value) for name, value in total.means().items()}
     results = {
         EVAL_LOSS: means["logits_loss"] + hidden_weight * means["hidden_loss"],
         "eval_teacher_perplexity": math.exp(means.pop("teacher_loss")),
         "eval_student_perplexity": math.exp(means.pop("student_loss")),
         **{f"eval_{name}": value for name, value in means.items()},
     }
-    tokens, lost = far_loss(of_far)
-    results[EVAL_FAR_TOKENS] = tokens
-    return results if lost is None else results | {EVAL_FAR_NATS: lost}
+    measured = {
+        EVAL_FAR_TOKENS: lost.far.tokens,
+        EVAL_FAR_NATS: lost.far.nats,
+        EVAL_PERPLEXITY_ERROR: lost.perplexity.error,
+    }
+    return results | {name: value for name, value in measured.items() if value is not None}
 
 
-def compare_rows(step: EvalStep, rows: HeldOut) -> tuple[Sums, Sums]:
-    """Sums over all predictions in `rows`, and over the far-dependent ones."""
+def compare_rows(step: EvalStep, rows: HeldOut) -> tuple[Sums, StudentLoss]:
+    """Sums over all predictions in `rows`, and what the student loses on them and on the
+    far-dependent ones."""
     parts = []
     for batch, far in track(zip(*rows, strict=True), "evaluating", len(rows.batches)):
         if far.own is None:
@@ -139,42 +154,41 @@ def compare_rows(step: EvalStep, rows: HeldOut) -> tuple[Sums, Sums]:
         else:  # other tokens keep their own
             runs = [step(each, (each.loss_mask,)) for each in (batch, far)]
         parts.append(jax.tree.map(lambda *sums: np.concatenate([*map(to_host, sums)]), *runs))
-    sums = jax.tree.map(lambda *of_batches: np.sum(of_batches, 0), *parts)
-    return jax.tree.map(lambda leaf: leaf[0], sums), jax.tree.map(lambda leaf: leaf[1], sums)
+    by_batch: Sums = jax.tree.map(lambda *of_batches: np.stack(of_batches), *parts)
+    lost, lost_far = np.transpose(by_batch.student_nll - by_batch.teacher_nll)
+    targets, far = np.transpose(by_batch.targets)
+    tokens = int(far.sum())
+    far_loss = FarLoss(tokens, float(lost_far.sum()) / tokens) if tokens else FarLoss()
+    total = jax.tree.map(lambda leaf: leaf[:, 0].sum(0), by_batch)
+    return total, StudentLoss(PerplexityLoss(*perplexity_loss(lost, targets)), far_loss)
 
 
-def far_loss(far: Sums) -> FarLoss:
-    """The loss of the student against the teacher on the far-dependent predictions."""
-    tokens = int(far.targets)
-    lost = float(far.student_nll - far.teacher_nll)
-    return FarLoss(tokens, lost / tokens) if tokens else FarLoss()
+def noted(files: AuxiliaryFiles, step: Step, lost: StudentLoss) -> AuxiliaryFiles:
+    """The files of a student that is exported after `step`, with notes for those who serve it on
+    what it loses too much of. What is trained without being measured keeps the notes that it
+    had."""
+    notes = {
+        name: each.facts | {"step": step} if each.is_too_much else None
+        for name, each in ((PERPLEXITY, lost.perplexity), (FAR, lost.far))
+        if each.is_known or step == "calibration"
+    }
+    return with_notes(files, notes)
 
 
-def noted_far_loss(files: AuxiliaryFiles, step: Step, lost: FarLoss) -> AuxiliaryFiles:
-    """The files of a student that is exported after `step`, with a note for those who serve it if
-    it loses too much. What is trained without being measured keeps the note that it had."""
-    if step == "training" and not lost.is_known:
-        return files
-    nats = lost.nats if lost.is_too_much else None
-    return with_far_loss(files, step, lost.tokens, nats, MAX_FAR_LOSS)
-
-
-def warn_of_far_loss(lost: FarLoss, what: str, remedy: str) -> None:
+def warn_of_loss(lost: StudentLoss, what: str, remedy: str) -> None:
     """Log a warning if `what` loses too much."""
-    if lost.is_too_much:
-        logger.warning(
-            f"{what} loses {lost.nats:.3f} nats on {lost.tokens:,} tokens that depend on the far "
-            f"prompt, more than {MAX_FAR_LOSS:g}: {remedy}"
-        )
+    if lost.too_much:
+        logger.warning("%s loses %s: %s", what, lost.too_much, remedy)
 
 
-def log_far_loss(folder: Path, step: int) -> FarLoss:
+def log_loss(folder: Path, step: int) -> StudentLoss:
     """Log what a run in `folder` lost on far tokens before its first step and after `step`, if it
-    was measured, with a warning if that is too much. Returns the latter."""
-    rows = {row["step"]: row for row in read_metrics(folder / METRICS) if EVAL_FAR_TOKENS in row}
+    was measured, with a warning if that student loses too much. Returns what it loses."""
+    rows = {row["step"]: row for row in read_metrics(folder / METRICS) if EVAL_LOSS in row}
     if step not in rows:
-        return FarLoss()
-    after = far_of(rows[step])
+        return StudentLoss()
+    lost = loss_of(rows[step])
+    after = lost.far
     before = rows.get(0, {}).get(EVAL_FAR_NATS)
     if 0 < after.tokens < MIN_FAR_TOKENS:
         logger.info(
@@ -190,22 +204,13 @@ def log_far_loss(folder: Path, step: int) -> FarLoss:
             after.nats,
             describe_count(after.tokens),
         )
-    warn_of_far_loss(
-        after,
+    warn_of_loss(
+        lost,
         "the student",
         "train it longer, keep more layers (`num_key_value_layers`), or make smaller groups "
         "(`key_value_group_size`)",
     )
-    return after
-
-
-def perplexity_loss(folder: Path, step: int) -> float | None:
-    """Share of the teacher's perplexity that a run in `folder` lost on held-out text after `step`;
-    None if it was not measured."""
-    for row in read_metrics(folder / METRICS):
-        if row["step"] == step and EVAL_LOSS in row:
-            return row["eval_student_perplexity"] / row["eval_teacher_perplexity"] - 1
-    return None
+    return lost
 
 
 def evaluations_since_best(losses: Sequence[float]) -> int:

@@ -35,9 +35,8 @@ from .evaluation import (
     evaluate,
     evaluations_since_best,
     load_held_out,
-    log_far_loss,
-    noted_far_loss,
-    perplexity_loss,
+    log_loss,
+    noted,
 )
 from .metrics import EVAL_LOSS, MetricsRecorder
 from .open_run import open_run
@@ -145,11 +144,10 @@ def run(recipe: Recipe) -> RunResult:
 
     files = model.auxiliary_files
     if is_main_process():  # which writes them
-        lost = log_far_loss(recipe.output_dir, int(state.step))
-        share = perplexity_loss(recipe.output_dir, int(state.step))
+        lost = log_loss(recipe.output_dir, int(state.step))
         remedy = "train it longer, or keep more layers (`num_key_value_layers`)"
-        warn_over_budget(recipe, config, share, remedy)
-        files = noted_far_loss(files, "training", lost)
+        warn_over_budget(recipe, config, lost.perplexity, remedy)
+        files = noted(files, "training", lost)
         # Before the export, because a run that has its model is finished and not started again.
         write_report(recipe.output_dir)
     llama, delta = (cast(tree, opened.export_dtype) for tree in (model.llama, state.delta))

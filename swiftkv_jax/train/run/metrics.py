@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from ...errors import DivergenceError, UsageError
 from ...process.distributed import is_main_process
 from ...process.files import write_atomic
-from ..loss.far_tokens import FarLoss
+from ..loss.quality import FarLoss, PerplexityLoss, StudentLoss
 from ..recipe import Recipe
 from .progress import Progress
 from .step import learning_rate
@@ -34,6 +34,8 @@ EVAL_LOSS = "eval_loss"
 """Name of the held-out loss in a row."""
 EVAL_FAR_NATS = "eval_far_nats"
 """Name of the nats lost on held-out far tokens, see `far_tokens`."""
+EVAL_PERPLEXITY_ERROR = "eval_perplexity_loss_error"
+"""Name of the standard error of the share of the teacher's perplexity that is lost."""
 EVAL_FAR_TOKENS = "eval_far_tokens"
 """Name of their number."""
 
@@ -108,9 +110,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [row for _, row in _complete_rows(path)]
 
 
-def far_of(row: Mapping[str, Any]) -> FarLoss:
+def loss_of(row: Mapping[str, Any]) -> StudentLoss:
     """The loss in an evaluation's row."""
-    return FarLoss(row[EVAL_FAR_TOKENS], row.get(EVAL_FAR_NATS))
+    share = row["eval_student_perplexity"] / row["eval_teacher_perplexity"] - 1
+    return StudentLoss(
+        PerplexityLoss(share, row.get(EVAL_PERPLEXITY_ERROR)),
+        FarLoss(int(row.get(EVAL_FAR_TOKENS, 0)), row.get(EVAL_FAR_NATS)),
+    )
 
 
 def _complete_rows(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
@@ -276,11 +282,10 @@ class MetricsRecorder:
         shown = [
             f"{_in_words(name)} {value:.4f}"
             for name, value in results.items()
-            if name not in (EVAL_FAR_TOKENS, EVAL_FAR_NATS)
+            if name not in (EVAL_FAR_TOKENS, EVAL_FAR_NATS, EVAL_PERPLEXITY_ERROR)
         ]
         if EVAL_FAR_NATS in results:
-            far = FarLoss(int(results[EVAL_FAR_TOKENS]), results[EVAL_FAR_NATS])
-            shown.append(f"far nats {far}")
+            shown.append(f"far nats {loss_of(results).far}")
         logger.info("step %d: held-out %s", step, "  ".join(shown))
         self._log.write({"step": step} | results)
         self.held_out_losses[step] = results[EVAL_LOSS]
