@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
-.PHONY: demo demo-real real test test-all lint test-compile compilers newest lowest test-newest test-lowest test-wheel test-kernels test-planted test-soak test-eval test-router test-ray test-agents test-real test-gpu test-tpu first-hour lock clean
+.PHONY: demo demo-real real test test-all lint test-compile compilers newest lowest test-newest test-lowest test-wheel test-kernels test-planted test-soak test-eval test-router test-ray test-agents test-real test-gpu test-tpu first-hour site lock clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/demo.py
@@ -197,12 +197,25 @@ first-hour:
 	$(DEVICE_PYTHON) -m benchmarks.short_run benchmarks/first_hour.toml --output runs/first-hour-$$(date +%Y%m%d-%H%M%S) \
 		--only "$(ONLY)"
 
+# The documentation as a site, in build/site; a link or an anchor that leads nowhere is an error. The pages keep their paths.
+SITE := zensical==0.0.73 mkdocstrings-python==2.0.11
+SITE_PAGES := README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md CITATION.cff Dockerfile docs examples/deploy
+site: .venv-site/installed
+	rm -rf build/pages build/site && mkdir -p build/pages && cp -r --parents $(SITE_PAGES) build/pages
+	.venv-site/bin/zensical build --strict
+.venv-site/installed: requirements-site.lock
+	test -x .venv-site/bin/python || $(PYTHON) -m venv .venv-site
+	.venv-site/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-site.lock
+	touch $@
+
 # Needs uv. The GPU and TPU extras are not locked: they follow the machine's driver.
 lock:
 	uv pip compile pyproject.toml --extra test --universal --python-version 3.12 --generate-hashes --no-annotate \
 		--no-header --output-file requirements.lock
 	printf '%s\n' $(COMPILERS) | uv pip compile - --no-deps --universal --python-version 3.12 --generate-hashes --no-annotate \
 		--no-header --output-file requirements-compile.lock
+	printf '%s\n' $(SITE) | uv pip compile - --universal --python-version 3.12 --generate-hashes --no-annotate --no-header \
+		--output-file requirements-site.lock
 
 clean:
-	rm -rf $(VENV) .venv-newest .venv-lowest .venv-wheel .venv-eval .venv-router .venv-ray $(AGENTS) build runs *.egg-info
+	rm -rf $(VENV) .venv-newest .venv-lowest .venv-wheel .venv-eval .venv-router .venv-ray .venv-site .cache $(AGENTS) build runs *.egg-info

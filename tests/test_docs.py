@@ -164,6 +164,12 @@ def test_every_page_is_reached_from_the_readme():
     assert reached == set(PAGES)
 
 
+def test_the_navigation_of_the_site_has_every_page_once():
+    pages = re.findall(r"^ +- [^:]+: (\S+\.md)$", text_of(ROOT / "mkdocs.yml"), re.MULTILINE)
+    found = sorted((ROOT / page).resolve() for page in pages)
+    assert found == sorted([*PAGES, ROOT / "examples" / "deploy" / "README.md"])
+
+
 def test_every_page_begins_with_its_contents():
     for page in sorted((ROOT / "docs").glob("*.md")):
         links = text_of(page).split("\n\n")[1]

@@ -1,5 +1,5 @@
 """Flags of a command in other programs, and what to write here: for errors that name an unknown
-flag, and for the table of docs/server.md.
+flag, and for the table of docs/from-vllm.md.
 
 A key is a flag, or a flag with one of its values. In a text, `{value}` is the value that was given.
 """
@@ -15,6 +15,9 @@ VLLM = {
     "--distributed-executor-backend": "here --coordinator-address, --num-processes and "
     "--process-id, for several hosts",
     "--attention-backend": "here --attention, whose values differ",
+    "--kv-cache-memory-bytes": "here --kv-cache-memory {value}",
+    "--async-scheduling": "leave it out: the host is always a step behind the device",
+    "--api-server-count": "leave it out: one thread has all connections",
     "--num-scheduler-steps": "here --decode-steps {value}",
     "--quantization awq": "leave it out: a quantised checkpoint says how it is stored",
     "--quantization awq_marlin": "leave it out: a quantised checkpoint says how it is stored",

@@ -12,7 +12,7 @@ from swiftkv_jax.infer.__main__ import parser
 from swiftkv_jax.train.subcommands import SUBCOMMANDS
 from swiftkv_jax.train.subcommands import parser as subcommand_parser
 
-PAGE = Path(__file__).parents[2] / "docs" / "server.md"
+PAGE = Path(__file__).parents[2] / "docs" / "from-vllm.md"
 
 
 def error_of(line: str, capsys) -> str:
@@ -177,13 +177,13 @@ def test_the_flags_that_the_tables_name_exist():
 
 
 def test_the_page_has_the_table_of_vllm():
-    """docs/server.md, Coming from vLLM."""
+    """docs/from-vllm.md."""
     flags_of_text: dict[str, list[str]] = {}
     for flag in flags_elsewhere.VLLM:
         (text,) = flags_elsewhere.advice(flags_elsewhere.VLLM, [(flag, "N")])
         assert text is not None
         flags_of_text.setdefault(text, []).append(f"`{flag}`")
     rows = [f"| {', '.join(flags)} | {text} |" for text, flags in flags_of_text.items()]
-    section = PAGE.read_text(encoding="utf-8").partition("## Coming from vLLM\n")[2]
+    section = PAGE.read_text(encoding="utf-8").partition("## Flags with other names\n")[2]
     found = [line for line in section.partition("\n## ")[0].splitlines() if line[:3] == "| `"]
     assert found == rows
