@@ -96,6 +96,13 @@ class ResponseFormat(Object):
     json_schema: JSONSchema | None = None
 
 
+class Prediction(Object):
+    """A text that the answer may repeat, in part or with changes."""
+
+    type: Literal["content"]
+    content: str | list[ContentPart]
+
+
 class StructuredOutputsField(Object):
     """Fields of `StructuredOutputs`."""
 
@@ -114,7 +121,7 @@ def _now(kind: str) -> Refused:
 @unread("prompt_cache_options prompt_cache_retention")
 @unread(
     "audio early_stopping kv_transfer_params length_penalty logits_processors moderation "
-    "prediction prompt_embeds repetition_detection spaces_between_special_tokens stream_interval "
+    "prompt_embeds repetition_detection spaces_between_special_tokens stream_interval "
     "use_beam_search verbosity vllm_xargs web_search_options",
     Foreign,
 )
@@ -154,6 +161,9 @@ class Sampling(Body, kw_only=True):
     request_id: str | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsField | None = None
+    prediction: Prediction | None = None
+    speculative: bool | None = None
+    """False: every step emits one token. The tokens are the same."""
 
     # Accepted without effect.
     user: str | None = None

@@ -52,7 +52,7 @@ def test_every_field_is_accepted_somewhere_or_refused_by_name():
         "echo max_completion_tokens add_generation_prompt continue_final_message response_format "
         "structured_outputs tools tool_choice parallel_tool_calls include_reasoning "
         "chat_template_kwargs reasoning_effort skip_special_tokens truncate_prompt_tokens "
-        "truncation_side priority prompt_logprobs".split()
+        "truncation_side priority prompt_logprobs prediction speculative".split()
     )
     without_effect = {"user", "safety_identifier", "metadata"}
     without_effect |= {f"prompt_cache_{name}" for name in ("key", "options", "retention")}

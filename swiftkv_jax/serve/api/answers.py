@@ -21,12 +21,16 @@ from .logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
 def usage(generation: Generation) -> dict[str, Any]:
     prompt = generation.num_prompt_tokens
     completion = generation.num_tokens
+    details = {"reasoning_tokens": generation.num_reasoning_tokens}
+    if (predicted := generation.prediction_tokens) is not None:
+        names = "accepted_prediction_tokens", "rejected_prediction_tokens"
+        details |= zip(names, predicted, strict=True)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": generation.num_cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": generation.num_reasoning_tokens},
+        "completion_tokens_details": details,
     }
 
 
@@ -57,6 +61,7 @@ class Writer[B: ChatBody | CompletionBody](run.Writer):
         self._ended = set[int]()
         """Indices of choices in the stream."""
         self._has_metrics = app.options.request_metrics
+        self._num_drafts = app.service.num_speculative_tokens
         self._spellings = app.spellings
         if body.return_tokens_as_token_ids:
             self._spellings = app.spellings_as_ids
@@ -109,8 +114,27 @@ class Writer[B: ChatBody | CompletionBody](run.Writer):
         """vLLM's `metrics` of an answer, if the server gives them."""
         if not self._has_metrics:
             return {}
-        times = generation.times
-        return {"metrics": times.request_metrics(generation.num_tokens, generation.longest)}
+        found: dict[str, Any] = generation.times.request_metrics(
+            generation.num_tokens, generation.longest
+        )
+        if self._num_drafts:
+            found["speculative_decoding"] = self._speculation(generation)
+        return {"metrics": found}
+
+    def _speculation(self, generation: Generation) -> dict[str, Any] | None:
+        """vLLM's summary of the drafts of an answer; None for several samples."""
+        samples = list(generation.choices)
+        if len(samples) != 1:
+            return None
+        drafts = samples[0].drafts
+        return {
+            "mean_acceptance_length": 1 + drafts.accepted / max(drafts.steps, 1),
+            "draft_acceptance_rate": drafts.accepted / max(drafts.tokens, 1),
+            "num_spec_steps": drafts.steps,
+            "num_accepted_draft_tokens": drafts.accepted,
+            "num_draft_tokens": drafts.tokens,
+            "num_spec_tokens": self._num_drafts,
+        }
 
     def event(self, choices: list[dict[str, Any]], **fields: Any) -> bytes:
         """An event of a stream."""

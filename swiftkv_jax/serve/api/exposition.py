@@ -15,6 +15,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics.exposition import ALLOWUTF8
 
 from ... import __version__
+from ...infer.engine.speculation import DraftStats
 from ..service.admission import Admission
 from ..service.engine_thread import Snapshot
 from ..service.histogram import Histogram
@@ -46,6 +47,15 @@ _STATS = (
 """Counters of the engine: name after `swiftkv:`, field of `Stats`, description."""
 
 
+_DRAFT_STATS = (
+    ("vllm:spec_decode_num_drafts", "drafts", "Steps of a sequence with drafts."),
+    ("vllm:spec_decode_num_draft_tokens", "draft_tokens", "Drafts."),
+    ("vllm:spec_decode_num_accepted_tokens", "accepted_tokens", "Drafts that were right."),
+    ("swiftkv:verify_calls", "verify_calls", "Decode calls with drafts."),
+)
+"""Counters of drafts: name, field of `DraftStats`, description."""
+
+
 def exposition(service: Service, accept: str) -> tuple[bytes, str]:
     """(text, content type): Prometheus' format, or OpenMetrics where that is accepted."""
     registry = CollectorRegistry(auto_describe=False)
@@ -58,6 +68,15 @@ def exposition(service: Service, accept: str) -> tuple[bytes, str]:
         # The names need no escaping, and that by underscores would replace their colons.
         encode = functools.partial(encode, escaping=ALLOWUTF8)
     return encode(registry), content_type
+
+
+def _of_drafts(stats: DraftStats, most: int) -> Iterator[Row]:
+    """`most` is the number of drafts of a step."""
+    for name, field, text in _DRAFT_STATS:
+        yield Counter, name, text, getattr(stats, field)
+    by_place = dict(zip(map(str, range(most)), stats.accepted_per_position, strict=False))
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+    yield Counter, name, "Drafts that were right, by their place.", by_place, "position"
 
 
 class _Collector:
@@ -114,6 +133,8 @@ class _Collector:
         yield Counter, "vllm:num_preemptions", text, snapshot.stats.preemptions
         for name, field, text in _STATS:
             yield Counter, f"swiftkv:{name}", text, getattr(snapshot.stats, field)
+        if number := self._service.num_speculative_tokens:
+            yield from _of_drafts(snapshot.stats.speculation, number)
         yield Counter, "swiftkv:engine_idle_seconds", "Time without work.", snapshot.idle_seconds
         text = "Prompt tokens not cached yet."
         yield Gauge, "swiftkv:queued_tokens", text, admission.tokens

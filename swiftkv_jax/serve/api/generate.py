@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 
 from ...infer.engine.requests import Request, ScoreRequest
 from ...infer.engine.sampling_params import SamplingParams
@@ -14,6 +14,7 @@ from ..bodies.forms import Form, form_of
 from ..bodies.params import (
     check_logprob_entries,
     check_prompt_logprobs,
+    predicted_text,
     priority_of,
     refuse_unsupported,
     sampling_params,
@@ -53,6 +54,7 @@ class _Asked[B: ChatBody | CompletionBody]:
         if body.request_id is not None:
             exchange.request_id = body.request_id
         check_prompt_logprobs(body, scoring=app.scoring)
+        self.predicted = predicted_text(body, possible=app.service.num_speculative_tokens > 0)
         self.salt = salt_of(app, exchange, body.cache_salt)
 
     async def form(self, tool_format: ToolFormat | None) -> Form:
@@ -124,6 +126,9 @@ class _Asked[B: ChatBody | CompletionBody]:
                 filtered, body, matcher, app.tokenizer, vocab_size, possible=possible
             )
             matcher = await app.encoder.in_thread(restrict, sum(map(len, body.bad_words or ())))
+        prediction: Sequence[int] = ()
+        if self.predicted:
+            prediction = await app.encoder.encode_prediction(self.predicted)  # type: ignore[assignment]
         omit = isinstance(body, ChatBody) and body.include_reasoning is False
         include_stop = bool(body.include_stop_str_in_output)
         parts = []
@@ -136,6 +141,8 @@ class _Asked[B: ChatBody | CompletionBody]:
                 cache_salt=self.salt,
                 page_keys=prompt.page_keys or None,
                 grammar=matcher,
+                speculative=body.speculative is not False,
+                prediction=prediction,
             )
             part = EngineRequest(request, prompt, grammar_param=form.param)
             for index in range(number * params.n, (number + 1) * params.n):

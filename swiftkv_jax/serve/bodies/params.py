@@ -11,9 +11,9 @@ from typing import Any
 
 from ...errors import UsageError
 from ...infer.engine.sampling_params import MAX_BIASES, MAX_LOGPROBS, SamplingParams, is_neutral
-from ..errors import PromptTooLong, invalid, of_usage, unsupported
+from ..errors import PromptTooLong, invalid, of_usage, renaming, unsupported
 from ..options import MAX_LOGPROB_ENTRIES, ServerOptions
-from ..protocol import Body, ChatBody, CompletionBody, Sampling, refused_fields
+from ..protocol import Body, ChatBody, CompletionBody, Message, Sampling, refused_fields
 from ..text.prompts import Truncation
 
 MAX_STOP_CHARACTERS = 512
@@ -193,6 +193,21 @@ def _logprobs(body: ChatBody | CompletionBody) -> int | None:
             raise invalid("top_logprobs", "`top_logprobs` needs `logprobs`")
         return None
     return body.top_logprobs or 0
+
+
+def predicted_text(body: Sampling, *, possible: bool) -> str:
+    """The text that a body predicts; empty without a prediction. `possible` is whether the server
+    takes any. Raises `APIError`."""
+    if body.prediction is None:
+        return ""
+    if not possible:
+        raise unsupported("prediction", "`prediction` needs the server's --speculative-config")
+    with renaming({}, ["prediction"]):
+        message = Message(role="assistant", content=body.prediction.content)
+        text = message.rendered(0)["content"]
+    if not text:
+        raise invalid("prediction.content", "`prediction.content` is empty")
+    return text
 
 
 def check_prompt_logprobs(body: ChatBody | CompletionBody, *, scoring: bool) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from ...errors import UsageError
 from ...infer.engine.requests import NOT_FINITE, Logprob, Request, RequestOutput, ScoreRequest
+from ...infer.engine.speculation import Drafts
 from ...infer.text import TextStream, text_decoder
 from ..errors import APIError, invalid, of_usage
 from ..text.call_parser import AnswerPart, CallParser, ToolCallDelta
@@ -98,10 +99,12 @@ class Choice:
         self.stop_reason: str | int | None = None
         self.last_token = 0.0
         """`time.monotonic()` of its last token; 0 before the first."""
+        self.drafts = Drafts()
 
     def push(self, output: RequestOutput) -> bool:
         """Add new tokens. True if their text has ended the sample, by a stop string or as its only
         call, which the engine does not know."""
+        self.drafts = output.drafts
         stream = self._stream
         held = self._held
         before = len(stream.token_ids)
@@ -284,6 +287,17 @@ class Generation:
     @property
     def num_reasoning_tokens(self) -> int:
         return sum(choice.num_reasoning_tokens for choice in self.choices)
+
+    @property
+    def prediction_tokens(self) -> tuple[int, int] | None:
+        """(tokens of a prediction that were right, those that were tried and wrong); None without
+        a prediction."""
+        requests = [part.request for part in self.parts if isinstance(part.request, Request)]
+        if not any(len(one.prediction) for one in requests):
+            return None
+        tried = sum(choice.drafts.predicted for choice in self.choices)
+        right = sum(choice.drafts.predicted_accepted for choice in self.choices)
+        return min(right, self.num_tokens), tried - right
 
     @property
     def num_cached_tokens(self) -> int:

@@ -173,6 +173,23 @@ class PromptEncoder:
 
         return await self.in_thread(work, num_bytes)
 
+    async def encode_prediction(self, text: str) -> np.ndarray:
+        """Token ids (i32[T]) of a text that an answer may repeat. Raises `APIError`."""
+        param = "prediction.content"
+
+        def check(tokens: int, bound: str = "") -> None:
+            if tokens > (limit := self._max_model_len):
+                message = f"`{param}` has {bound}{tokens} tokens, an answer at most {limit}"
+                raise invalid(param, message)
+
+        def work() -> np.ndarray:
+            ids = np.asarray(self._ids(text, False), np.int32)
+            check(ids.size)
+            return ids
+
+        check(self._fewest_tokens(text), "at least ")
+        return await self.in_thread(work, len(text))
+
     async def detokenize(self, token_ids: list[int]) -> str:
         """Text of token ids, special tokens included. Raises `APIError`."""
         if len(token_ids) > self._max_model_len:
@@ -263,9 +280,12 @@ class PromptEncoder:
                 raise invalid(param, f"`{param}`: token id {extreme} {message}")
         return np.asarray(ids, np.int32)
 
+    def _fewest_tokens(self, text: str) -> int:
+        return -(-len(text) // self._longest)
+
     def _check_length(self, text: str, param: str) -> None:
         """Refuse a text that is too long, before it is tokenized. Raises `APIError`."""
-        fewest = -(-len(text) // self._longest)
+        fewest = self._fewest_tokens(text)
         if fewest > self._max_model_len:
             raise self._too_long(fewest, param, at_least=True)
 
