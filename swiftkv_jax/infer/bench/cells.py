@@ -34,6 +34,9 @@ class Cell:
     For latency only."""
     max_concurrency: int | None = None
     """Requests in the engine at a time; later ones wait outside. For latency only."""
+    prediction_error: float | None = None
+    """Share of wrong tokens in the prediction that each row has of its own answer; None predicts
+    nothing. For decode only."""
 
     @property
     def length(self) -> int:
@@ -46,6 +49,8 @@ class Cell:
             text += f", {self.request_rate:g} a second"
         if self.max_concurrency is not None:
             text += f", {self.max_concurrency} at a time"
+        if self.prediction_error is not None:
+            text += f", predicted but for {self.prediction_error:.3g}"
         return text
 
 
@@ -100,6 +105,8 @@ class Timed:
         return [after - before for before, after in pairs]
 
 
+DRAFTS = "drafts", "draft_tokens", "accepted_tokens"
+"""Counts of `DraftStats` that are measured where an engine drafts."""
 TIMES = ("ttft", "tpot", "itl", "e2e")
 
 

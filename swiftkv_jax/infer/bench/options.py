@@ -42,6 +42,7 @@ _MODES_OF: dict[str, tuple[tuple[Mode, ...], str]] = {
     "num_prompts": (QUEUED, ": `batch` says how many there are"),
     "request_rate": (("latency",), ""),
     "max_concurrency": (("latency",), ""),
+    "prediction_error": (("decode",), ""),
     "output_len": (("decode", *QUEUED), ", which ends where the first token begins"),
 }
 """Options that go with some modes only: (those modes, what follows in the error)."""
@@ -76,6 +77,16 @@ def parse_rates(text: str) -> tuple[float, ...]:
     if not all(rate > 0 for rate in rates):
         raise UsageError(f"{text!r} is not a list of requests a second, such as 0.5,2,inf")
     return rates
+
+
+def parse_share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 <= share <= 1:
+        raise UsageError(f"{text!r} is not a share from 0 to 1")
+    return share
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,6 +162,13 @@ class BenchOptions:
     max_concurrency: int | None = option(
         None, "latency: most requests inside at a time", metavar="N", at_least=1
     )
+    prediction_error: float | None = option(
+        None,
+        "decode: each row gets its own answer as prediction, this share of it wrong; "
+        "with --speculative-config",
+        metavar="SHARE",
+        parse=parse_share,
+    )
     repetitions: int = option(
         5,
         "repetitions of every measurement (default: %(default)s)",
@@ -201,8 +219,10 @@ def plan(options: BenchOptions) -> tuple[EngineOptions, list[Cell]]:
     mode = options.mode
     given_options = vars(options) | options.engine
     for name, (modes, hint) in _MODES_OF.items():
-        if given_options.get(name) and mode not in modes:
+        if given_options.get(name) is not None and mode not in modes:
             raise UsageError(f"`{name}` is for {' and '.join(modes)}, not for {mode}{hint}")
+    if options.prediction_error is not None and options.engine.get("speculative") is None:
+        raise UsageError("`prediction_error` needs `speculative`")
     defaults: dict[str, Any] = {}
     if mode == "prefill":
         defaults["decode_steps"] = 1
@@ -234,7 +254,10 @@ def _cells(options: BenchOptions, decode_steps: int) -> list[Cell]:
         new = -(-new // decode_steps) * decode_steps
     if options.mode in ALONE:
         pairs = itertools.product(options.input_len, options.batch or (1,))
-        return [Cell(length, new, batch) for length, batch in pairs]
+        return [
+            Cell(length, new, batch, prediction_error=options.prediction_error)
+            for length, batch in pairs
+        ]
     prompts = options.num_prompts or 64
     if options.mode == "offline":
         return [Cell(length, new, prompts) for length in options.input_len]

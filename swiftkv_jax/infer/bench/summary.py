@@ -33,7 +33,7 @@ from ...plan.cost import (
 from ...plan.roofline import Roofline
 from ..runner.serving_form import Weights, num_bytes, served_config
 from ..runner.shapes import Shapes, kv_programs
-from .cells import STUDENT, TIMES, Cell, Mode, spread
+from .cells import DRAFTS, STUDENT, TIMES, Cell, Mode, spread
 from .timing import Raw
 
 
@@ -140,7 +140,13 @@ def derive(
         row[share] = statistics.median(raw[part] / raw["seconds"] for raw in raws)
     shares = {"flops_share": "flops_per_s", "normalised_flops_share": "normalised_flops_per_s"}
     row |= {share: row[rate] / roofline.flops for share, rate in shares.items()}
-    return row | {"bandwidth_share": row["bytes_per_s"] / roofline.bandwidth}
+    if "bytes_per_s" in row:
+        row["bandwidth_share"] = row["bytes_per_s"] / roofline.bandwidth
+    if "drafts" in raws[0]:
+        drafts, tokens, accepted = (sum(raw[name] for raw in raws) for name in DRAFTS)
+        row["acceptance_length"] = 1 + accepted / max(drafts, 1)
+        row["acceptance_rate"] = accepted / max(tokens, 1)
+    return row
 
 
 def compare(mode: Mode, student: Sequence[Raw], teacher: Sequence[Raw]) -> dict[str, float]:
@@ -204,7 +210,9 @@ def _prefill(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) 
 
 
 def _decode(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) -> dict[str, Any]:
-    steps = raws[0]["steps"]
+    steps = statistics.mean(raw["steps"] for raw in raws)
+    accepted = statistics.mean(raw.get("accepted_tokens", 0) for raw in raws)
+    passes = steps - accepted / cell.prompts
     # The mean over the steps that were timed.
     context = cell.input_len - 1 + variant.decode_steps + (steps + 1) / 2
     executed = cell.prompts * steps * decode_flops(variant.config, context, swiftkv=variant.swiftkv)
@@ -212,7 +220,7 @@ def _decode(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) -
     weights = variant.weight_bytes
     if variant.expert_bytes:
         weights -= variant.expert_bytes * (1 - experts_read(variant.config, cell.prompts))
-    read = steps * (weights + cell.prompts * seen * variant.kv_bytes)
+    read = passes * (weights + cell.prompts * seen * variant.kv_bytes)
     return {
         "seconds_per_output_token": seconds / steps,
         "tokens_per_s": cell.prompts * steps / seconds,
@@ -237,12 +245,14 @@ def _offline(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) 
     moved += calls * variant.decode_steps * variant.weight_bytes
     moved += total * variant.written_bytes
     moved += new * visible_positions(variant.config, context) * variant.kv_bytes
-    return {
+    row = {
         "tokens_per_s": total / seconds,
         "output_tokens_per_s": new / seconds,
         "requests_per_s": cell.prompts / seconds,
-        "bytes_per_s": moved / seconds,
-    } | _rates(variant, executed, total, seconds)
+    }
+    if "drafts" not in raws[0]:  # with drafts, calls differ in their passes through the weights
+        row["bytes_per_s"] = moved / seconds
+    return row | _rates(variant, executed, total, seconds)
 
 
 def _latency(cell: Cell, raws: Sequence[Raw], variant: Variant, seconds: float) -> dict[str, Any]:
@@ -275,6 +285,10 @@ _BYTES: tuple[Column, ...] = (
 _HOST: tuple[Column, ...] = (
     ("device idle %", "idle_share", ".1f", 100),
     ("CPU %", "cpu_share", ".0f", 100),
+)
+_OF_DRAFTS: tuple[Column, ...] = (
+    ("acceptance length", "acceptance_length", ".2f", 1),
+    ("% accepted", "acceptance_rate", ".1f", 100),
 )
 _COLUMNS: dict[Mode, tuple[Column, ...]] = {
     "prefill": (
@@ -313,6 +327,8 @@ def table(mode: Mode, rows: Sequence[dict[str, Any]]) -> str:
     """A Markdown table with a line for each cell and variant. `rows` are those of the JSON
     document."""
     columns = _COLUMNS[mode]
+    if any("acceptance_rate" in row for row in rows):
+        columns += _OF_DRAFTS
     lines = [["cell", "variant", *(heading for heading, *_ in columns), "times as fast"]]
     for row in rows:
         figures = [

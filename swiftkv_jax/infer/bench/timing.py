@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -22,7 +23,7 @@ from ..engine.requests import Request
 from ..engine.sampling_params import SamplingParams
 from ..engine.stats import Stats
 from ..runner.compilation import CompileCounter
-from .cells import Cell, Mode, Timed, arrival_times, times_of
+from .cells import DRAFTS, Cell, Mode, Timed, arrival_times, times_of
 
 Raw = dict[str, Any]
 """Seconds, and lists of seconds, by name."""
@@ -74,18 +75,22 @@ def prefill(engine: Engine, cell: Cell, seed: int, clock: Clock = time) -> Raw:
 
 
 def decode(engine: Engine, cell: Cell, seed: int, clock: Clock = time) -> Raw:
-    """`seconds` for `steps` tokens of every row, after a first call."""
-    decode_steps = engine.model_runner.shapes.decode_steps
-    calls = cell.output_len // decode_steps
-    _prefill(engine, _requests(engine, cell, seed, cell.prompts))
+    """`seconds` for `steps` tokens of every row, after a first call; with drafts, on average."""
+    if cell.output_len < 2 * (most := engine.model_runner.shapes.most_new_tokens):
+        raise UsageError(
+            f"`output_len`={cell.output_len} must be at least {2 * most}: two calls with drafts"
+        )
+    requests = _requests(engine, cell, seed, cell.prompts)
+    if cell.prediction_error is not None:
+        requests = _with_predictions(engine, requests, cell.prediction_error, seed)
+    _prefill(engine, requests)
     engine.step()  # sends the first call
     engine.step()  # sends the second and reads the first
     before = engine.stats.copy()
     with _stopwatch(clock) as raw:
-        for _ in range(calls - 1):
+        while engine.has_work:
             engine.step()
-    assert not engine.has_work
-    steps = (calls - 1) * decode_steps
+    steps = (engine.stats.new_tokens - before.new_tokens) / cell.prompts
     return raw | {"steps": steps} | _engine_counts(engine, before)
 
 
@@ -142,6 +147,24 @@ def _requests(engine: Engine, cell: Cell, seed: int, count: int) -> list[Request
     return [Request(prompt, params) for prompt in tokens.tolist()]
 
 
+def _with_predictions(
+    engine: Engine, requests: Sequence[Request], error: float, seed: int
+) -> list[Request]:
+    """The requests with their own answers as predictions, of which a share `error` of the tokens
+    are random."""
+    answers: list[list[int]] = [[] for _ in requests]
+    for number, output in engine.run(requests):
+        answers[number] += output.token_ids
+    predictions = np.array(answers)
+    rng = np.random.default_rng([seed, 2])
+    wrong = rng.random(predictions.shape) < error
+    predictions[wrong] = rng.integers(0, engine.config.vocab_size, wrong.sum())
+    return [
+        dataclasses.replace(request, prediction=prediction, cache_salt="predicted")
+        for request, prediction in zip(requests, predictions.tolist(), strict=True)
+    ]
+
+
 def _prefill(engine: Engine, requests: Sequence[Request]) -> list[int]:
     """Cache the prompts and wait for the end: ids of requests that are ready to decode.
 
@@ -174,12 +197,15 @@ def _stopwatch(clock: Clock) -> Iterator[Raw]:
 
 
 def _engine_counts(engine: Engine, before: Stats) -> Raw:
-    """Seconds and calls that the engine has counted since `before`."""
+    """Seconds, calls, and where the engine makes any, drafts that it has counted since `before`."""
     names = {
         "idle": "idle_seconds",
         "chunks": "chunks",
         "decode_calls": "decode_calls",
     }
-    return {
-        name: getattr(engine.stats, field) - getattr(before, field) for name, field in names.items()
-    }
+    now = engine.stats
+    found = {name: getattr(now, field) - getattr(before, field) for name, field in names.items()}
+    if engine.options.speculative is not None:
+        then = before.speculation
+        found |= {name: getattr(now.speculation, name) - getattr(then, name) for name in DRAFTS}
+    return found

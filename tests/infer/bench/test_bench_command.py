@@ -57,6 +57,8 @@ def test_the_engine_has_the_shapes_of_the_cells():
         ("decode --request-rate 2", "--request-rate is for latency, not for decode"),
         ("prefill --output-len 8", "and latency, not for prefill, which ends where the first"),
         ("latency --num-prompts 0", "--num-prompts 0: must be at least 1"),
+        ("prefill --prediction-error 0", "--prediction-error is for decode, not for prefill"),
+        ("decode --prediction-error 0.1", "--prediction-error needs --speculative-config"),
         ("decode --seed -1", "--seed -1: must be at least 0"),
         ("decode --num-prompts 8", "--num-prompts is for offline and latency"),
         ("prefill -o {tmp}/there.json", "exists already"),
@@ -121,6 +123,7 @@ NONSENSE = [
     "prefill --input-len 1",
     "decode --batch 0",
     "latency --request-rate 0",
+    "decode --prediction-error 4",
     "fly",
 ]
 

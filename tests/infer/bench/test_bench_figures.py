@@ -99,6 +99,14 @@ def test_decode_figures():
     assert row["bytes_per_s"] == (100 + 2 * 25.5 * 10) / 0.5
     assert row["bandwidth_share"] == row["bytes_per_s"] / 1e9
     assert row["idle_share"] == pytest.approx(0.1) and row["cpu_share"] == 2
+    drafts = {"drafts": 4, "draft_tokens": 16, "accepted_tokens": 8}
+    raw = {"seconds": 3.0, "cpu_seconds": 6.0, "idle": 0.3, "steps": 6, "compilations": 0}
+    fewer = summary.derive("decode", CELL, [raw | drafts], variant, ROOFLINE)
+    assert fewer["bytes_per_s"] == pytest.approx(row["bytes_per_s"] / 3), "2 passes of 6"
+    rows = [one | {"label": "a", "variant": STUDENT} for one in (row, fewer)]
+    heading, _, plain, drafted = summary.table("decode", rows).splitlines()
+    assert heading.endswith("| acceptance length | % accepted | times as fast |")
+    assert drafted.endswith("| 3.00 | 50.0 |  |") and plain.endswith("|  |  |  |")
 
 
 def test_latency_figures():

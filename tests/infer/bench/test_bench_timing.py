@@ -9,7 +9,9 @@ from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer import Engine
 from swiftkv_jax.infer.bench import timing
 from swiftkv_jax.infer.bench.cells import Cell, arrival_times
+from swiftkv_jax.infer.engine.speculation import SpeculativeConfig
 from tests.infer.bench.conftest import CELL
+from tests.infer.mock_model_runner import continuation, mock_engine
 
 
 @pytest.fixture
@@ -62,6 +64,22 @@ def test_decoding_times_full_rows_after_a_first_call(engine, monkeypatch):
     assert np.concatenate(tokens, axis=1).tolist() == generated, (
         "the rows did not continue their prompts"
     )
+
+
+def test_rows_predict_their_own_answers_but_for_a_share():
+    drafting, _ = mock_engine(width=3, speculative=SpeculativeConfig(num_speculative_tokens=2))
+    cell = Cell(9, 24, prompts=2, prediction_error=0.25)
+    plain = timing._requests(drafting, cell, 3, cell.prompts)
+    answers = [continuation(one.prompt, 24, ends=False) for one in plain]
+    requests = timing._with_predictions(drafting, plain, 0.25, 3)
+    assert [one.prompt for one in requests] == [one.prompt for one in plain]
+    right = np.mean([np.equal(one.prediction, answers[at]) for at, one in enumerate(requests)])
+    assert 0.6 < right < 0.9
+    raw = timing.decode(drafting, cell, seed=3)
+    assert 24 - 6 <= raw["steps"] < 24 and not drafting.has_work
+    assert 0 < raw["accepted_tokens"] < raw["draft_tokens"] <= 2 * raw["drafts"]
+    with pytest.raises(UsageError, match="`output_len`=4 must be at least 6"):
+        timing.decode(drafting, Cell(9, 4, 2), seed=3)
 
 
 def test_offline_counts_every_token(engine):
