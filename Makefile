@@ -198,7 +198,7 @@ first-hour:
 		--only "$(ONLY)"
 
 # The documentation as a site, in build/site; a link or an anchor that leads nowhere is an error. The pages keep their paths.
-SITE := zensical==0.0.73 mkdocstrings-python==2.0.11
+SITE := zensical==0.0.73 mkdocstrings-python==2.0.11 ruff==0.17.5  # which breaks long signatures
 SITE_PAGES := README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md CITATION.cff Dockerfile docs examples/deploy
 site: .venv-site/installed
 	rm -rf build/pages build/site && mkdir -p build/pages && cp -r --parents $(SITE_PAGES) build/pages
