@@ -129,13 +129,22 @@ def test_modules_whose_calls_are_type_checked_exist():
 
 def test_the_parser_of_imports():
     """The tests below hang on it."""
-    names = ("ATTENTION_OUTPUT", "AttentionOperands", "DecodePlan", "Implementation")
-    ours = {"pallas_kernels", *(f"pallas_kernels.{name}" for name in names)}
+    names = "ATTENTION_OUTPUT PLAIN_SCORES AttentionOperands DecodePlan Implementation ScoreOptions"
+    ours = {"pallas_kernels", *(f"pallas_kernels.{name}" for name in names.split())}
     assert of_package(imports(PACKAGE / "model/attention.py"), "pallas_kernels") == ours
     assert "model.config.Config" in imports(PACKAGE / "train/loss/distill.py")
     assert "pallas_kernels.xla" in imports(PACKAGE / "pallas_kernels" / "ops.py")
     assert "checkpoints" in imports(PACKAGE / "api.py")
     assert "checkpoints" not in imports(PACKAGE / "api.py", module_level_only=True)
+
+
+def test_an_option_of_scores_stands_in_six_files():
+    """Everything else hands on all of them as one value."""
+    found = {module_name(path) for path in FILES if "score_cap" in path.read_text()}
+    kernels = {
+        f"pallas_kernels.{name}" for name in ("ops", "reference", "score_options", "selfcheck")
+    }
+    assert found == {"model.config", "checkpoints.families.gemma", *kernels}
 
 
 def test_pallas_kernels_stand_alone():

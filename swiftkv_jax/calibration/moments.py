@@ -26,7 +26,7 @@ from ..model.config import Config
 from ..model.decoder_layers import kv_projections, project_q, self_layer
 from ..model.layers import norm, project_heads
 from ..model.mesh import FSDP, MODEL
-from ..model.packed_attention import packed_attention
+from ..model.packed_attention import packed_attention, score_options
 from ..model.params import QKV, Block, Leaf, Llama, PromptMLP, SwiftKV, require_teacher
 from ..model.rope import scanned_kinds
 from ..model.sharding import all_gather_fsdp, constrain_activations
@@ -244,7 +244,7 @@ def layer_queries(
         segment_ids,
         distances=distances,
         window=window,
-        score_cap=config.score_cap,
+        score_options=score_options(config),
         mesh=mesh,
     )
     real = (segment_ids > 0).astype(jnp.float32)

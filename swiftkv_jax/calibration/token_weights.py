@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from ..model.attention import PLAIN_SCORES, ScoreOptions
 from ..model.mesh import num_devices
 
 MAX_WEIGHT = 1000.0
@@ -66,7 +67,7 @@ def received_attention(
     *,
     distances: Sequence[Int[Array, " B"] | None] = (None,),
     window: Any = None,
-    score_cap: float | None = None,
+    score_options: ScoreOptions = PLAIN_SCORES,
     mesh: Mesh | None = None,
 ) -> Float[Array, "S B T"]:
     """For each of `distances` the sum over heads and queries, in each row those that are at least
@@ -75,9 +76,7 @@ def received_attention(
     at = jnp.arange(q.shape[1])
 
     def add(total, queries, visible, real):
-        scores = attention_scores(queries[0], k)
-        if score_cap is not None:
-            scores = score_cap * jnp.tanh(scores / score_cap)
+        scores = score_options.applied(attention_scores(queries[0], k))
         scores = jnp.where(visible[:, None, None], scores, -1e30)
         probabilities = jax.nn.softmax(scores, axis=-1) * real[:, None, None, :, None]
         squares = jnp.square(probabilities)

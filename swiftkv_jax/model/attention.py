@@ -18,10 +18,24 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Num
 
 from .. import pallas_kernels
-from ..pallas_kernels import ATTENTION_OUTPUT, AttentionOperands, DecodePlan, Implementation
+from ..pallas_kernels import (
+    ATTENTION_OUTPUT,
+    PLAIN_SCORES,
+    AttentionOperands,
+    DecodePlan,
+    Implementation,
+    ScoreOptions,
+)
 from .mesh import MODEL, dp_size, row_axes
 
-__all__ = ["ATTENTION_OUTPUT", "DEFAULT", "Attention", "merge_attention"]
+__all__ = [
+    "ATTENTION_OUTPUT",
+    "DEFAULT",
+    "PLAIN_SCORES",
+    "Attention",
+    "ScoreOptions",
+    "merge_attention",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +65,7 @@ class Attention:
         page_table: Int[Array, "B P"] | None = None,
         kv_lengths: Int[Array, " B"] | None = None,
         window: Int[Array, ""] | int | None = None,
-        score_cap: float | None = None,
+        score_options: ScoreOptions = PLAIN_SCORES,
         return_lse: bool = False,
     ) -> Float[Array, "B T N H"] | Any:
         """`pallas_kernels.prefill_attention` on this mesh. With a `page_table` the pool is split
@@ -59,7 +73,7 @@ class Attention:
         op = functools.partial(
             pallas_kernels.prefill_attention,
             implementation=self.implementation,
-            score_cap=score_cap,
+            **score_options.given,
             return_lse=return_lse,
         )
         options: dict[str, Any] = {
@@ -103,7 +117,7 @@ class Attention:
         page_table: Int[Array, "B P"] | None = None,
         plan: DecodePlan | None = None,
         window: int | None = None,
-        score_cap: float | None = None,
+        score_options: ScoreOptions = PLAIN_SCORES,
         return_lse: bool = False,
     ) -> Float[Array, "B T N H"] | Any:
         """`pallas_kernels.decode_attention` on this mesh; `plan` is the result of `plan_decode`.
@@ -116,7 +130,7 @@ class Attention:
             pallas_kernels.decode_attention,
             implementation=self.implementation,
             window=window,
-            score_cap=score_cap,
+            **score_options.given,
             return_lse=return_lse,
         )
         scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
@@ -134,7 +148,7 @@ class Attention:
         *,
         page_table: Int[Array, "B P"] | None = None,
         window: int | None = None,
-        score_cap: float | None = None,
+        score_options: ScoreOptions = PLAIN_SCORES,
     ) -> DecodePlan | None:
         """`pallas_kernels.plan_decode` on this mesh. Make the plan once a step and pass it to
         `decode` in all layers with this window. Only the shapes and dtypes of `q` and `k` are used.
@@ -146,7 +160,7 @@ class Attention:
             pallas_kernels.plan_decode,
             implementation=self.implementation,
             window=window,
-            score_cap=score_cap,
+            **score_options.given,
         )
         if self.mesh is None:
             return op(q, k, length, page_table=page_table)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .attention import Attention
+from .attention import Attention, ScoreOptions
 from .config import Config
 from .layers import mix_values
 
@@ -26,12 +27,21 @@ def head_major(x: Float[Array, "B T K H"]) -> Float[Array, "B K T H"]:
     return x.transpose(0, 2, 1, 3)
 
 
+def score_options(config: Config) -> ScoreOptions:
+    """The options of scores, which are fields of the architecture too."""
+    names = (field.name for field in dataclasses.fields(ScoreOptions))
+    return ScoreOptions(**{name: getattr(config, name) for name in names})
+
+
 def packed_reader(
     config: Config, attention: Attention, segment_ids: Int[Array, "B T"], window
 ) -> Reader:
     """Causal attention within each packed document."""
     return functools.partial(
-        attention.prefill, segment_ids=segment_ids, window=window, score_cap=config.score_cap
+        attention.prefill,
+        segment_ids=segment_ids,
+        window=window,
+        score_options=score_options(config),
     )
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .gradients import ATTENTION_OUTPUT
     from .operands import AttentionOperands, AttentionSpec
     from .ops import decode_attention, plan_decode, prefill_attention, widens_pool
+    from .score_options import PLAIN_SCORES, ScoreOptions
 
 Implementation = Literal["xla", "hopper", "tpu", "cudnn"]
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
@@ -47,6 +48,8 @@ _MODULES = {
     "AttentionOperands": "operands",
     "AttentionSpec": "operands",
     "DecodePlan": "decode_plan",
+    "PLAIN_SCORES": "score_options",
+    "ScoreOptions": "score_options",
     "check_decode": "checks",
     "check_prefill": "checks",
     "choose": "choice",
@@ -65,6 +68,8 @@ __all__ = [
     "DecodePlan",
     "Implementation",
     "ImplementationError",
+    "PLAIN_SCORES",
+    "ScoreOptions",
     "check_decode",
     "check_prefill",
     "choose",

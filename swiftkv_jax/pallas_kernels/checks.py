@@ -109,20 +109,16 @@ def check_decode(
     )
 
 
-def check_restrictions(window, score_cap) -> tuple[Any, float | None]:
-    """`window` as an int, or an int32 scalar where it is an array; `score_cap` as a float."""
-    if window is not None:
-        window = _offset(window, "window")
-        if np.shape(window) != ():
-            raise ValueError(f"window must be a scalar, got {np.shape(window)=}")
-        if _is_known(window) and int(window) < 1:
-            raise ValueError(f"window must be from 1 up, got {int(window)}")
-        window = window if isinstance(window, int) else _int32(window)
-    if score_cap is not None:
-        if isinstance(score_cap, bool) or not isinstance(score_cap, int | float) or score_cap <= 0:
-            raise ValueError(f"score_cap must be a number above 0, got {score_cap!r}")
-        score_cap = float(score_cap)
-    return window, score_cap
+def check_window(window) -> Any:
+    """`window` as an int, or an int32 scalar where it is an array."""
+    if window is None:
+        return None
+    window = _offset(window, "window")
+    if np.shape(window) != ():
+        raise ValueError(f"window must be a scalar, got {np.shape(window)=}")
+    if _is_known(window) and int(window) < 1:
+        raise ValueError(f"window must be from 1 up, got {int(window)}")
+    return window if isinstance(window, int) else _int32(window)
 
 
 def hiding(window, operands: AttentionOperands):

@@ -118,8 +118,8 @@ def _accepted(
 def _refused_option(spec: AttentionSpec, name: str) -> str | None:
     """Return the option of the call that `name` does not support, in words; None if there is
     none."""
-    if spec.score_cap is not None:
-        return "has no score_cap"
+    for option in spec.score_options.given:
+        return f"has no {option}"
     if name == "cudnn":
         for option in ("window", "kv_lengths", "return_lse"):
             if getattr(spec, option):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from .gradients import without_gradient
+from .score_options import PLAIN_SCORES, ScoreOptions
 
 Op = Literal["prefill", "decode"]
 
@@ -77,13 +78,13 @@ class AttentionSpec:
     """Whether there are `segment_ids`."""
     kv_lengths: bool = False
     window: int | Literal["array"] | None = None
-    score_cap: float | None = None
+    score_options: ScoreOptions = PLAIN_SCORES
     return_lse: bool = False
 
     @classmethod
     def of(cls, op: Op, operands: AttentionOperands, window: Any = None, **options: Any):
-        """Return the spec of a call with these operands, `window`, and `options`: `score_cap`,
-        `return_lse`."""
+        """Return the spec of a call with these operands, `window`, and `options`:
+        `score_options`, `return_lse`."""
         table = operands.page_table
         return cls(
             op,

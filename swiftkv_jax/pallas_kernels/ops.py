@@ -17,12 +17,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
 from . import Implementation, cudnn, xla
-from .checks import check_decode, check_prefill, check_restrictions, hiding
+from .checks import check_decode, check_prefill, check_window, hiding
 from .choice import choose, find_tuning, kernels_of
 from .decode_plan import DecodePlan
 from .device import current_device
 from .gradients import LOG_SUMS, SCALED_OR_PAGED, checkpoint_names
 from .operands import AttentionOperands, AttentionSpec
+from .score_options import ScoreOptions
 
 __all__ = ["decode_attention", "plan_decode", "prefill_attention", "widens_pool"]
 
@@ -95,7 +96,8 @@ def prefill_attention(
     not have. Offsets that are ints, of Python or NumPy, are static. Values of other offsets and of
     both lengths are checked where they are known, that is outside of `jax.jit`.
     """
-    window, score_cap = check_restrictions(window, score_cap)
+    window = check_window(window)
+    score_options = ScoreOptions(score_cap)
     operands = check_prefill(
         q,
         k,
@@ -109,7 +111,7 @@ def prefill_attention(
         kv_lengths=kv_lengths,
     )
     window = hiding(window, operands)
-    options: dict[str, Any] = {"score_cap": score_cap, "return_lse": return_lse}
+    options: dict[str, Any] = {"score_options": score_options, "return_lse": return_lse}
     spec = AttentionSpec.of("prefill", operands, window, **options)
     tunings = {"tuning": tuning, "backward_tuning": backward_tuning}
     name, tuning, _ = choose(current_device(), spec, implementation, **tunings)
@@ -181,12 +183,13 @@ def decode_attention(
     Differentiable in q, k, v, but not with `return_lse`, nor for scaled or paged keys and values,
     nor on the device kernels. Raises as `prefill_attention` does.
     """
-    window, score_cap = check_restrictions(window, score_cap)
+    window = check_window(window)
+    score_options = ScoreOptions(score_cap)
     operands = check_decode(
         q, k, v, length, k_scale=k_scale, v_scale=v_scale, page_table=page_table
     )
     window = hiding(window, operands)
-    options: dict[str, Any] = {"score_cap": score_cap, "return_lse": return_lse}
+    options: dict[str, Any] = {"score_options": score_options, "return_lse": return_lse}
     spec = AttentionSpec.of("decode", operands, window, **options)
     name, tuning, _ = choose(current_device(), spec, implementation, tuning=tuning)
     operands = _refuse_gradients(operands, return_lse)
@@ -220,11 +223,12 @@ def plan_decode(
     operations on B^2 + B W small integers, W being about B + 528 / K. Raises as `decode_attention`
     does.
     """
-    window, score_cap = check_restrictions(window, score_cap)
+    window = check_window(window)
+    score_options = ScoreOptions(score_cap)
     length = jnp.asarray(length, jnp.int32)
     operands = AttentionOperands(q, k, k, length=length, page_table=page_table)
     window = hiding(window, operands)
-    spec = AttentionSpec.of("decode", operands, window, score_cap=score_cap)
+    spec = AttentionSpec.of("decode", operands, window, score_options=score_options)
     name, tuning, _ = choose(current_device(), spec, implementation, tuning=tuning)
     if name != "hopper":
         return None

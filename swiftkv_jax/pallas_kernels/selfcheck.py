@@ -22,6 +22,7 @@ import numpy as np
 from . import ops as shipped
 from . import reference
 from .operands import AttentionOperands, AttentionSpec
+from .score_options import ScoreOptions
 
 HIDDEN = 100.0
 """Value at positions that no query sees, and at those of pages that no row has."""
@@ -89,7 +90,7 @@ class Case:
             packed=any(row.documents for row in self.rows),
             kv_lengths=any(row.kv_length is not None for row in self.rows),
             window=self.window,
-            score_cap=self.score_cap,
+            score_options=ScoreOptions(self.score_cap),
             return_lse=self.return_lse,
         )
 

@@ -32,6 +32,7 @@ from jaxtyping import Array, Float, Int
 from .device import current_device
 from .gradients import SCALED_OR_PAGED, checkpoint_names
 from .operands import AttentionOperands
+from .score_options import PLAIN_SCORES, ScoreOptions
 from .xla_blocks import decode_keys, prefill_blocks
 from .xla_keys import (
     Keys,
@@ -55,7 +56,7 @@ def prefill(
     operands: AttentionOperands,
     *,
     window: Int[Array, ""] | int | None = None,
-    score_cap: float | None = None,
+    score_options: ScoreOptions = PLAIN_SCORES,
     return_lse: bool = False,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """Attention of these operands, with `window` of each query to the last so many positions; with
@@ -80,17 +81,17 @@ def prefill(
     platform, (batch, queries, heads, _) = current_device()[0], q.shape
     most = prefill_blocks(platform, batch, queries, heads)
     if queries <= most.queries and keys.length <= most.keys:
-        return _direct(q, keys, last, score_cap, return_lse)
+        return _direct(q, keys, last, score_options, return_lse)
     if page_table is None:
         blocks = even(queries, most.queries), even(keys.length, most.keys)
-        return _in_blocks(q, keys, last, *blocks, score_cap, return_lse)
+        return _in_blocks(q, keys, last, *blocks, score_options, return_lse)
     most = prefill_blocks(platform, 1, queries, heads)
     blocks = even(queries, most.queries), even(keys.length, most.keys, page=page)
 
     def row(q, table, last, first):
         q, table, first = jax.tree.map(lambda x: x[None], (q, table, first))
         of_row = keys._replace(page_table=table, first=first)
-        found = _in_blocks(q, of_row, last[None], *blocks, score_cap, return_lse)
+        found = _in_blocks(q, of_row, last[None], *blocks, score_options, return_lse)
         return jax.tree.map(lambda x: jnp.squeeze(x, 0), found)
 
     # Rows one after the other: they are chunks of prompts, some long, some idle, and each walks its
@@ -102,7 +103,7 @@ def decode(
     operands: AttentionOperands,
     *,
     window: Int[Array, ""] | int | None = None,
-    score_cap: float | None = None,
+    score_options: ScoreOptions = PLAIN_SCORES,
     return_lse: bool = False,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """The same for `decode_attention`. What lies beyond the longest row's block is not read, unless
@@ -116,28 +117,28 @@ def decode(
     keys = Keys.of(operands, scalar(window))
     in_place = operands.page_table is None and operands.k_scale is None
     if keys.length <= most * (FULL_SHARE if in_place else 1):
-        return _direct(q, keys, last, score_cap, return_lse)
+        return _direct(q, keys, last, score_options, return_lse)
     block = even(keys.length, most, page=1 if operands.page_table is None else k.shape[2])
     if not in_place:
-        return _in_blocks(q, keys, last, queries, block, score_cap, return_lse)
+        return _in_blocks(q, keys, last, queries, block, score_options, return_lse)
     short = length.max() <= keys.length // FULL_SHARE
     return lax.cond(
         short,
-        lambda: _in_blocks(q, keys, last, queries, block, score_cap, return_lse),
-        lambda: _direct(q, keys, last, score_cap, return_lse),
+        lambda: _in_blocks(q, keys, last, queries, block, score_options, return_lse),
+        lambda: _direct(q, keys, last, score_options, return_lse),
     )
 
 
 # One block --------------------------------------------------------------------
 
 
-def _direct(q, keys: Keys, last, cap: float | None, return_lse: bool) -> Any:
+def _direct(q, keys: Keys, last, changes: ScoreOptions, return_lse: bool) -> Any:
     rows = _rows(q, keys)
     visible = visible_rows(q, keys, last)
     k, v, k_scale, v_scale, mask = load(keys, 0, keys.length, rows.dtype, visible)
     # The smallest finite number, not -inf: a query that sees nothing must not be NaN before it is
     # zero, nor its gradient.
-    scores = jnp.where(mask, _capped(_scores(rows, k, k_scale), cap), jnp.finfo(jnp.float32).min)
+    scores = jnp.where(mask, changes.applied(_scores(rows, k, k_scale)), jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1)
     out = _heads(_attend(weights, v, v_scale), q).astype(q.dtype)
     out = jnp.where((last >= 0)[:, :, None, None], out, 0)
@@ -151,11 +152,11 @@ def _direct(q, keys: Keys, last, cap: float | None, return_lse: bool) -> Any:
 
 
 def _in_blocks(
-    q, keys: Keys, last, block_q: int, block_kv: int, cap: float | None, return_lse: bool
+    q, keys: Keys, last, block_q: int, block_kv: int, changes: ScoreOptions, return_lse: bool
 ) -> Any:
     if not return_lse:
-        return _blocked(q, keys, last, block_q, block_kv, cap)
-    out, lse = _forward(q, keys, last, block_q, block_kv, cap)
+        return _blocked(q, keys, last, block_q, block_kv, changes)
+    out, lse = _forward(q, keys, last, block_q, block_kv, changes)
     # I B K R -> I B K T N/K -> B T N
     lse = jnp.where(lse == jnp.inf, -jnp.inf, lse)
     lse = lse.reshape(*lse.shape[:3], block_q, -1).transpose(1, 0, 3, 2, 4)
@@ -163,11 +164,11 @@ def _in_blocks(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _blocked(q, keys: Keys, last, block_q: int, block_kv: int, cap: float | None):
-    return _forward(q, keys, last, block_q, block_kv, cap)[0]
+def _blocked(q, keys: Keys, last, block_q: int, block_kv: int, changes: ScoreOptions):
+    return _forward(q, keys, last, block_q, block_kv, changes)[0]
 
 
-def _forward(q, keys: Keys, last, block_q: int, block_kv: int, cap: float | None):
+def _forward(q, keys: Keys, last, block_q: int, block_kv: int, changes: ScoreOptions):
     """The output, and the logarithm of each row's sum of exponentials (I B K R), +inf for rows that
     see nothing."""
 
@@ -178,7 +179,7 @@ def _forward(q, keys: Keys, last, block_q: int, block_kv: int, cap: float | None
         def key_block(j, carry):
             out, largest, total = carry
             k, v, k_scale, v_scale, mask = load(keys, j, block_kv, rows.dtype, visible)
-            scores = jnp.where(mask, _capped(_scores(rows, k, k_scale), cap), -jnp.inf)
+            scores = jnp.where(mask, changes.applied(_scores(rows, k, k_scale)), -jnp.inf)
             new_largest = jnp.maximum(largest, scores.max(axis=-1))
             weights = jnp.exp(scores - new_largest[..., None])
             shrink = jnp.exp(largest - new_largest)
@@ -199,14 +200,14 @@ def _forward(q, keys: Keys, last, block_q: int, block_kv: int, cap: float | None
     return join(out, q.shape[1]), lse
 
 
-def _forward_rule(q, keys: Keys, last, block_q: int, block_kv: int, cap: float | None):
+def _forward_rule(q, keys: Keys, last, block_q: int, block_kv: int, changes: ScoreOptions):
     if keys.k_scale is not None or keys.page_table is not None:
         raise NotImplementedError(SCALED_OR_PAGED)
-    q, out, lse = checkpoint_names(q, *_forward(q, keys, last, block_q, block_kv, cap))
+    q, out, lse = checkpoint_names(q, *_forward(q, keys, last, block_q, block_kv, changes))
     return out, (q, keys, last, out, lse)
 
 
-def _backward_rule(block_q: int, block_kv: int, cap: float | None, residuals, d_out):
+def _backward_rule(block_q: int, block_kv: int, changes: ScoreOptions, residuals, d_out):
     q, keys, last, out, lse = residuals
     scale = q.shape[-1] ** -0.5
 
@@ -223,15 +224,13 @@ def _backward_rule(block_q: int, block_kv: int, cap: float | None, residuals, d_
             dq, dk, dv = carry
             k, v, _, _, mask = load(keys, j, block_kv, rows.dtype, visible)
             mask = mask.swapaxes(2, 3)
-            scores = _capped(_scores(k, rows), cap)
+            scores = changes.applied(_scores(k, rows))
             weights = jnp.where(mask, jnp.exp(scores - lse[:, :, None]), 0)
             d_weights = _product("BKSH,BKRH->BKSR", v, d_rows)
             # Masked again: an unseen value can have made d_weights infinite, and zero times that is
             # not zero.
             d_scores = jnp.where(mask, weights * (d_weights - delta[:, :, None]), 0)
-            if cap is not None:
-                d_scores *= 1 - jnp.square(scores / cap)
-            d_scores = d_scores.astype(rows.dtype)
+            d_scores = changes.gradient(d_scores, scores).astype(rows.dtype)
             dq += _product("BKSH,BKSR->BKHR", k, d_scores)
             dk = add_block(dk, j, _product("BKSR,BKRH->BKSH", d_scores, rows))
             dv = add_block(dv, j, _product("BKSR,BKRH->BKSH", weights.astype(rows.dtype), d_rows))
@@ -281,10 +280,6 @@ def _heads(rows, q):
 def _scores(rows, k, k_scale=None):
     scores = _product("BKRH,BKSH->BKRS", rows, k) * rows.shape[-1] ** -0.5
     return scores if k_scale is None else scores * k_scale[:, :, None]
-
-
-def _capped(scores, cap: float | None):
-    return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
 def _attend(weights, v, v_scale):

@@ -23,6 +23,7 @@ from swiftkv_jax.pallas_kernels import (
 from swiftkv_jax.pallas_kernels.device import HEAD_DIMS, Device, cuda_unsupported_reason
 from swiftkv_jax.pallas_kernels.hopper.decode_tuning import Tuning, fit
 from swiftkv_jax.pallas_kernels.hopper.prefill import fit as fit_prefill
+from swiftkv_jax.pallas_kernels.score_options import ScoreOptions
 from swiftkv_jax.pallas_kernels.tpu.schedule import fit as fit_tpu
 from tests.pallas_kernels.interpreted import device as kind_of
 from tests.pallas_kernels.interpreted import under
@@ -60,6 +61,9 @@ def spec(op: Any = "prefill", head_dim=128, dtype="bfloat16", **options: Any) ->
     return AttentionSpec(op, q, like(B, K, S, head_dim, dtype=dtype), **options)
 
 
+CAPPED = {"score_options": ScoreOptions(30.0)}
+
+
 @pytest.fixture
 def cudnn(monkeypatch):
     monkeypatch.setattr(choice, "cudnn_version", lambda: 92000)
@@ -86,7 +90,7 @@ def kernels_in(call, *operands, **options) -> set[str]:
         ("H100", {"head_dim": 72}, "xla"),
         ("H100", {"window": 4}, "hopper"),
         ("H100", {"window": "array"}, "xla"),
-        ("H100", {"score_cap": 30.0}, "xla"),
+        ("H100", CAPPED, "xla"),
         ("H100", {"return_lse": True}, "hopper"),
         ("H100", {"kv_lengths": True}, "hopper"),
         ("B200", {}, "xla"),  # without cuDNN
@@ -96,7 +100,7 @@ def kernels_in(call, *operands, **options) -> set[str]:
         ("v5e", {"head_dim": 32}, "xla"),
         ("v5e", {"window": 4, "kv_lengths": True, "return_lse": True}, "tpu"),
         ("v5e", {"window": "array"}, "xla"),
-        ("v5e", {"score_cap": 30.0}, "xla"),
+        ("v5e", CAPPED, "xla"),
     ],
 )
 def test_none_chooses(machine, changes, chosen, op):
@@ -237,8 +241,8 @@ REFUSED = {
         r"takes head dims \(64, 80, 96, 128, 256\), got q.shape=\(2, 6, 4, 72\)",
     ),
     "head dim on a TPU": ("v5e", "tpu", {"head_dim": 32}, "takes head dims"),
-    "cap on hopper": ("H100", "hopper", {"score_cap": 30.0}, "has no score_cap"),
-    "cap on a TPU": ("v5e", "tpu", {"score_cap": 30.0, "window": 4}, "has no score_cap"),
+    "cap on hopper": ("H100", "hopper", CAPPED, "has no score_cap"),
+    "cap on a TPU": ("v5e", "tpu", CAPPED | {"window": 4}, "has no score_cap"),
     "traced window on hopper": (
         *("H100", "hopper", {"window": "array"}),
         "takes a window that is an int, got an array",
@@ -375,9 +379,9 @@ def test_a_spec_is_hashable_and_knows_no_values():
     kv = zeros(B, K, S, H, dtype=jnp.int8)
     table = jnp.zeros((B, 3), int)
     operands = AttentionOperands(zeros(B, T, N, H), kv, kv, page_table=table)
-    found = AttentionSpec.of("prefill", operands, jnp.int32(3), score_cap=2.0)
+    found = AttentionSpec.of("prefill", operands, jnp.int32(3), score_options=ScoreOptions(2.0))
     assert hash(found) == hash(dataclasses.replace(found))
-    assert (found.window, found.score_cap, found.packed, found.kv_lengths) == (
+    assert (found.window, found.score_options.score_cap, found.packed, found.kv_lengths) == (
         *("array", 2.0, False, False),
     )
     assert found.page_table is not None and found.page_table.shape == (B, 3)

@@ -18,6 +18,7 @@ from ...model.attention import DEFAULT, Attention
 from ...model.cache import KVCache, Pool, cache_sharding, map_cache, row_sharding, write_token
 from ...model.config import Config
 from ...model.layers import unembed
+from ...model.packed_attention import score_options
 from ..engine.sampler_output import SamplerOutput
 from ..sampling.penalties import update_token_counts, update_token_counts_of_blocks
 from ..sampling.sampler import apply_masks, sample, sample_greedy
@@ -105,7 +106,7 @@ def decode_logits(
                 lengths,
                 page_table=table,
                 window=window,
-                score_cap=config.score_cap,
+                score_options=score_options(config),
             )
             for window in dict.fromkeys(kind.window for kind in config.kinds)
         }
@@ -121,7 +122,7 @@ def decode_logits(
                 page_table=table,
                 plan=plans[window],
                 window=window,
-                score_cap=config.score_cap,
+                score_options=score_options(config),
                 **options,
             )
             return read if fold is None else jax.tree.map(fold.unfold, read)

@@ -24,7 +24,7 @@ from ...model.attention import DEFAULT, Attention
 from ...model.cache import KVCache, Pool, gather_pages, write_pages
 from ...model.config import Config
 from ...model.layers import unembed
-from ...model.packed_attention import head_major
+from ...model.packed_attention import head_major, score_options
 from ...model.rope import Tables
 from ..engine.sampler_output import SamplerOutput
 from ..sampling.logprobs import gather_logprobs
@@ -267,7 +267,7 @@ def _reader(
             k_scale=k.scale,
             v_scale=v.scale,
             window=window,
-            score_cap=config.score_cap,
+            score_options=score_options(config),
             kv_lengths=kv_lengths,
             return_lse=return_lse,
         )

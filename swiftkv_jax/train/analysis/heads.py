@@ -23,7 +23,7 @@ from ...model.batch import Batch
 from ...model.config import Config
 from ...model.decoder_layers import self_layer
 from ...model.layers import embed
-from ...model.packed_attention import head_major, packed_reader
+from ...model.packed_attention import head_major, packed_reader, score_options
 from ...model.params import Llama
 from ...model.rope import rope_tables, scanned_kinds
 from ...model.sharding import (
@@ -112,9 +112,7 @@ def _scores(
 def _shares(config: Config, q, k, window, period: int):
     """[N] each: the mean share of attention on the token before, and in the second half on the
     token `period - 1` before."""
-    scores = attention_scores(q, k)
-    if config.score_cap is not None:
-        scores = config.score_cap * jnp.tanh(scores / config.score_cap)
+    scores = score_options(config).applied(attention_scores(q, k))
     length = scores.shape[-1]
     back = jnp.arange(length)[:, None] - jnp.arange(length)
     visible = back >= 0 if window is None else (back >= 0) & (back < window)
