@@ -1,5 +1,7 @@
 """The figures in the README and the pages are those that were measured."""
 
+import math
+import re
 from dataclasses import fields
 
 import jax.numpy as jnp
@@ -116,3 +118,45 @@ def test_figures_of_the_pages_are_the_measured_ones():
         cycles = round(test_bundles.copy_cycles(chip, cache_format, positions))
         cells = chip, cache_format, positions, *bundles, f"{cycles:,}"
         assert f"| {' | '.join(map(str, cells))} |" in kernels
+
+
+def test_the_recorded_demo_of_a_real_model_holds_its_bars():
+    """Of untrained students at most 70 % and 60 % of the teacher's prefill, a tap at half of the
+    layers, the recommended student beside copied projections, and the time of it all."""
+    page = text_of(ROOT / "docs/real-models.md")
+    rows = [
+        [float(number) for number in re.findall(r"[-+]?\d+\.?\d*(?=[%*\s]|$)", line)]
+        + [line.count("*")]
+        for line in page.splitlines()
+        if re.match(r"\d\d +\d\d\.\d% ", line)
+    ]
+    names = "k", "layers", "tap", "lost", "far", "prefill", "star"
+    students = [
+        dict(zip(names, (row[at] for at in (0, 2, 4, 9, 11, 13, 14)), strict=True)) for row in rows
+    ]
+    assert len(students) >= 15 and {student["k"] for student in students} >= {11, 15, 18, 19, 26}
+    for student in students:
+        assert bool(student["star"]) == (student["far"] > MAX_FAR_LOSS)
+    for prefill, lost, far in ((70.0, 2.0, 0.15), (60.0, 4.0, 0.35)):
+        assert any(
+            student["prefill"] <= prefill and student["lost"] <= lost and student["far"] <= far
+            for student in students
+        ), f"at most {prefill} % of the prefill"
+    half = [student for student in students if student["k"] == 15]
+    plain = next(student for student in half if not student["tap"])
+    tapped = next(student for student in half if student["tap"] and not student["layers"])
+    gap = math.log1p(tapped["lost"] / 100) / math.log1p(plain["lost"] / 100)
+    assert gap <= 0.65, "of the log perplexity that is lost without a tap"
+    lost = {
+        name: (float(share), float(far))
+        for name, share, far in re.findall(
+            r"^(copied|calibrated) .*? ([-+][\d.]+)% .* ([-+][\d.]+)$", page, re.M
+        )
+    }
+    assert all(new < old for new, old in zip(lost["calibrated"], lost["copied"], strict=True))
+    assert lost["calibrated"][0] <= 2.0 and lost["calibrated"][1] <= MAX_FAR_LOSS
+    (after,) = re.findall(r"the same after 6 steps .*\(([-+][\d.]+)%\)", page)
+    assert float(after) < lost["calibrated"][0]
+    assert re.search(r"answers that are right +3 of 3 +[1-3] of 3", page)
+    (minutes,) = re.findall(r"In (\d+) minutes on two CPU cores", page)
+    assert int(minutes) <= 25
