@@ -94,13 +94,11 @@ def _open_base(path: Path, base: str | os.PathLike[str] | None) -> Source:
             f"{path / RECIPE}: not written by a training run: it has no model and config"
         )
     recorded: dict[str, Any] = recipe["config"]
-    where = Path(recipe["model"] if base is None else base)
+    where = Path(base or recipe["model"])
     if not where.exists():
-        said = (
-            f"{path / RECIPE} names {where} as the base model"
-            if base is None
-            else f"`base`={where}"
-        )
+        said = f"`base`={where}"
+        if base is None:
+            said = f"{path / RECIPE} names {where} as the base model"
         raise CheckpointError(f"{said}: no such directory here; give its directory as `base`")
     heads = recorded.get("shared_kv_heads")
     config = dataclasses.replace(

@@ -138,7 +138,7 @@ def answer_bytes_per_token(config: Config, dtype, *, swiftkv: bool = True) -> in
     """`bytes_per_token` of a generated token. Where it keeps keys and values beside those of a
     group, these take pages as well."""
     shared = bytes_per_token(config, dtype, swiftkv=swiftkv)
-    return shared * (1 + config.pages_per_own_page * (swiftkv and config.has_two_caches))
+    return shared * (1 + config.pages_per_own_page * swiftkv)
 
 
 # Writing ----------------------------------------------------------------------

@@ -241,8 +241,10 @@ class Config:
     @property
     def pages_per_own_page(self) -> int:
         """Number of cache pages that hold the tokens' own upper keys and values for `page_size`
-        tokens, where upper layers attend to two caches. In each pool a page has room for one
-        layer's."""
+        tokens, where upper layers attend to two caches, else 0. In each pool a page has room for
+        one layer's."""
+        if not self.has_two_caches:
+            return 0
         return -(-self.num_upper_layers // self.num_cache_layers)
 
     @property

@@ -145,7 +145,7 @@ def check_fits(state: RequestState, pool: PagePool, shapes: Shapes) -> None:
 
 def own_start(request: Request | ScoreRequest, config: Config) -> int:
     """`RequestState.own_start` of a checked request, for the served `config`."""
-    return config.own_start(len(request.prompt) if isinstance(request, Request) else request.start)
+    return config.own_start(request.start)
 
 
 def iterate[T](requests: Iterable[T]) -> Iterator[T]:

@@ -99,8 +99,12 @@ class PagePool:
     def needs(self, positions: int, own_start: int) -> PageNeeds:
         """Pages for `positions` positions, of which those from `own_start` on keep their own upper
         keys and values."""
-        own = max(positions - own_start, 0) if self.pages_per_own_page else 0
+        own = self.num_own(positions, own_start)
         return PageNeeds(-(-positions // self.page_size), -(-own // self.page_size))
+
+    def num_own(self, positions: int, own_start: int) -> int:
+        """Positions from `own_start` on, where upper layers attend to two caches."""
+        return max(positions - own_start, 0) * (self.pages_per_own_page > 0)
 
     def total(self, needs: PageNeeds) -> int:
         """Pages, of both kinds."""

@@ -32,18 +32,12 @@ class RequestState:
         self.exact_head = exact_head
         """`Config.exact_head`: prefill computes it."""
         self.timing = Timing()
-        self.prefill_token_ids: Sequence[int] = (
-            request.prompt if isinstance(request, Request) else request.tokens
-        )
+        self.prefill_token_ids: Sequence[int] = request.tokens
         """Tokens that exist before decoding: the prompt and, after a preemption, the tokens
         generated until then. All but the last run through prefill; the last is the first input of
         decoding. A `ScoreRequest` has no other tokens."""
-        self.scored = (
-            range(request.start - 1, self.prefill_target)
-            if isinstance(request, ScoreRequest)
-            else range(0)
-        )
-        """Positions whose predictions are scored."""
+        self.scored = range(request.start - 1, self.prefill_target)
+        """Positions whose predictions are scored; none of a prompt."""
         self.num_computed_tokens = 0
         """Positions that are cached once the chunks planned so far have run."""
         self.num_cached_tokens = 0
@@ -97,9 +91,7 @@ class RequestState:
     @property
     def num_generated_tokens(self) -> int:
         """Tokens at the end of `prefill_token_ids` that were generated before a preemption."""
-        request = self.request
-        length = len(request.prompt if isinstance(request, Request) else request.tokens)
-        return len(self.prefill_token_ids) - length
+        return len(self.prefill_token_ids) - len(self.request.tokens)
 
     @property
     def cache_salt(self) -> str:
@@ -112,17 +104,13 @@ class RequestState:
     @property
     def active_indices(self) -> set[int]:
         """Indices of the samples that have neither ended nor been aborted."""
-        samples = (
-            {sequence.index for sequence in self.sequences}
-            if self.sequences
-            else set(range(self.num_samples))
-        )
-        return samples - self.aborted
+        running = {sequence.index for sequence in self.sequences}
+        return (running or {*range(self.num_samples)}) - self.aborted
 
     @property
     def num_samples(self) -> int:
         """Samples of a prompt; 0 for a `ScoreRequest`."""
-        return self.request.params.n if isinstance(self.request, Request) else 0
+        return self.request.num_samples
 
     def pages_of_one(self, pool: PagePool) -> PageNeeds:
         """Pages that one sequence can fill: its last new token is never cached."""
@@ -141,7 +129,7 @@ class RequestState:
         """Pages that prefill fills, which all samples share."""
         stop = self.prefill_stop
         size = pool.page_size
-        own = max(stop - self.own_start, 0) if pool.pages_per_own_page else 0
+        own = pool.num_own(stop, self.own_start)
         return PageNeeds(stop // size, own // size)
 
     def pages_of_others(self, pool: PagePool) -> int:

@@ -49,6 +49,20 @@ class Request:
     """Token ids that the answer may consist of, in part or with changes: drafts are taken from them
     as from the prompt."""
 
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The prompt: as of a `ScoreRequest`, the tokens that there are."""
+        return self.prompt
+
+    @property
+    def start(self) -> int:
+        """The first position that is not given."""
+        return len(self.prompt)
+
+    @property
+    def num_samples(self) -> int:
+        return self.params.n
+
 
 @dataclasses.dataclass(frozen=True)
 class ScoreRequest:
@@ -63,6 +77,11 @@ class ScoreRequest:
     cache_salt: str = ""
     page_keys: Sequence[bytes] | None = None
     """Keys of the full pages of `tokens`, as in `Request`."""
+
+    @property
+    def num_samples(self) -> int:
+        """0: nothing is generated."""
+        return 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -85,8 +85,7 @@ def choose_shapes(
             f"`chunks`={chunks} and `decode_rows`={decode_rows} must be ascending, and the last of "
             f"`decode_rows` the {slots} sequences of each device"
         )
-    pages_per_own_page = config.pages_per_own_page if config.has_two_caches else 0
-    all_pages = slots * table_pages * (1 + pages_per_own_page)
+    all_pages = slots * table_pages * (1 + config.pages_per_own_page)
     if options.kv_cache_memory is not None:
         _check_memory(options.kv_cache_memory, weight_bytes, kept_bytes, memory_limit)
         num_pages = options.kv_cache_memory // page_bytes
@@ -114,7 +113,7 @@ def choose_shapes(
         single_step_rows=_single_step_rows(options, slots, platform, weight_bytes),
         structured_outputs=options.structured_outputs,
         has_own_start=has_own_start(config),
-        pages_per_own_page=pages_per_own_page,
+        pages_per_own_page=config.pages_per_own_page,
         tail=_tail(config, preempts=options.reserve_tokens < length),
     )
     if options.speculative is not None:

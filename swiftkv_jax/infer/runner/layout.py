@@ -4,6 +4,8 @@ lowered, the memory plan and the arrays themselves."""
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -39,17 +41,20 @@ class Layout:
 
     @property
     def cache_sharding(self) -> Sharding | None:
-        return self.device if self.mesh is None else cache_sharding(self.config, self.mesh)
+        return self._on_mesh(functools.partial(cache_sharding, self.config))
 
     @property
     def row_sharding(self) -> Sharding | None:
         """Sharding of arrays with an axis of data-parallel shards or sequences."""
-        return self.device if self.mesh is None else row_sharding(self.mesh)
+        return self._on_mesh(row_sharding)
 
     @property
     def replicated(self) -> Sharding | None:
         """Sharding of what the host reads or writes."""
-        return self.device if self.mesh is None else replicated(self.mesh)
+        return self._on_mesh(replicated)
+
+    def _on_mesh(self, sharding: Callable[[Mesh], Sharding]) -> Sharding | None:
+        return self.device if self.mesh is None else sharding(self.mesh)
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of one page in all layers, on one device."""

@@ -297,7 +297,7 @@ def lower_program(
         contexts=(None,),
         scoring=False,
         has_own_start=has_own_start(served),
-        pages_per_own_page=served.pages_per_own_page if served.has_two_caches else 0,
+        pages_per_own_page=served.pages_per_own_page,
     )
     shapes = dataclasses.replace(shapes, **_shapes_of(program, page_size))
     weights = weight_shapes(config, swiftkv, dtype, quantization, mesh)

@@ -59,7 +59,7 @@ class Shapes:
     """Fewest prompt tokens that a prefill program can run through all layers; 0 if there is no such
     program."""
     pages_per_own_page: int = 0
-    """`Config.pages_per_own_page` where upper layers attend to two caches, else 0."""
+    """`Config.pages_per_own_page`."""
 
     widths: tuple[int, ...] = ()
     """Tokens of a sequence in a step of a wide decode call, for each of `decode_rows`; none without
