@@ -339,3 +339,11 @@ def test_imports_inside_the_package_are_relative():
 def test_top_level_links():
     for name in ("pallas_kernels", "train", "infer"):
         assert os.readlink(ROOT / name) == f"swiftkv_jax/{name}"
+
+
+def test_conditional_expressions_do_not_grow():
+    """Each may be right; too many hide what a type or a default could say."""
+    trees = [ast.parse(path.read_text()) for path in FILES]
+    count = sum(isinstance(node, ast.IfExp) for tree in trees for node in ast.walk(tree))
+    lines = sum(path.read_text().count("\n") for path in FILES)
+    assert 1000 * count / lines <= 16.5

@@ -67,14 +67,16 @@ class ModelFile:
         if spec.remove_extra_whitespaces:
             steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
         if every_part:
-            steps += [normalizers.Prepend(_SPACE)] if prefix else []
+            if prefix:
+                steps.append(normalizers.Prepend(_SPACE))
             steps.append(normalizers.Replace(" ", _SPACE))
         else:
             scheme = "first" if prefix else "never"
             tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, scheme, split=False)
         tokenizer.normalizer = normalizers.Sequence(steps)
         parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-        parts += [decoders.Strip(" ", left=1)] if prefix else []
+        if prefix:
+            parts.append(decoders.Strip(" ", left=1))
         tokenizer.decoder = decoders.Sequence(parts)
         tokenizer.add_tokens(
             [

@@ -115,13 +115,19 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of transformers for the special tokens: the usual names, names that a model has
     besides (`image_token`), and those without a name."""
     listed = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
-    own = listed if isinstance(listed, dict) else {}
-    if not isinstance(listed, dict | list):
+    own: dict[str, Any] = {}
+    if isinstance(listed, dict):
+        own = listed
+        listed = []
+    if not isinstance(listed, list):
         raise ValueError(f"extra_special_tokens={listed!r:.60} must be a list or an object")
     own = own | {name: value for name, value in settings.items() if name.endswith("_token")}
-    named = {name: _token(value) for name, value in own.items() if isinstance(value, str | dict)}
-    extra = [] if isinstance(listed, dict) else [_token(value) for value in listed]
-    return named | ({"extra_special_tokens": extra} if extra else {})
+    named: dict[str, Any] = {
+        name: _token(value) for name, value in own.items() if isinstance(value, str | dict)
+    }
+    if listed:
+        named["extra_special_tokens"] = [_token(value) for value in listed]
+    return named
 
 
 def _token(value: str | dict[str, Any]) -> AddedToken:

@@ -62,10 +62,16 @@ def sequence_output(
         complete = sequence.matcher.is_ended
     state.timing.last_token = time.perf_counter()
     state.timing.first_token = state.timing.first_token or state.timing.last_token
+    token_ids = emitted
     logprobs = stop_logprob = None
     if params.logprobs is not None:
         logprobs = [_logprob(sampled, (row, step), params.logprobs) for step in steps]
-        stop_logprob = logprobs.pop() if ended else None
+    stop_token = None
+    if ended:
+        stop_token = emitted[-1]
+        token_ids = emitted[:-1]
+        if logprobs:
+            stop_logprob = logprobs.pop()
     reason: FinishReason | None = None
     if broken:
         reason = "error"
@@ -76,12 +82,12 @@ def sequence_output(
     output = RequestOutput(
         request_id=state.request_id,
         sample=sequence.index,
-        token_ids=emitted[:-1] if ended else emitted,
+        token_ids=token_ids,
         logprobs=logprobs,
         finish_reason=reason,
         timing=dataclasses.replace(state.timing),
         num_cached_tokens=state.num_cached_tokens,
-        stop_token=emitted[-1] if ended else None,
+        stop_token=stop_token,
         stop_logprob=stop_logprob,
         error=NOT_FINITE if broken else "",
         drafts=sequence.drafts,

@@ -36,6 +36,7 @@ from .drafts import (
     Block,
     Drafting,
     FoldedQueries,
+    SeparateQueries,
     accepted,
     draft,
     extend_history,
@@ -98,10 +99,12 @@ def decode_logits(
         """Attention to a pool; with `folded` all queries of a row see the same positions."""
         query = (active.shape[0], width, config.num_heads, config.head_dim)
         query = jax.ShapeDtypeStruct(query, weights.embed.dtype)
-        fold = FoldedQueries(config.num_kv_heads, width) if folded and width > 1 else None
+        fold: SeparateQueries | FoldedQueries = SeparateQueries()
+        if folded and width > 1:
+            fold = FoldedQueries(config.num_kv_heads, width)
         plans = {  # the same for all layers with a window
             window: attention.plan_decode(
-                query if fold is None else jax.eval_shape(fold.fold, query),
+                jax.eval_shape(fold.fold, query),
                 cache.k[0].values,
                 lengths,
                 page_table=table,
@@ -113,7 +116,7 @@ def decode_logits(
 
         def read(q, k: Pool, v: Pool, window: int | None) -> Any:
             read = attention.decode(
-                q if fold is None else fold.fold(q),
+                fold.fold(q),
                 k.values,
                 v.values,
                 lengths,
@@ -125,7 +128,7 @@ def decode_logits(
                 score_options=score_options(config),
                 **options,
             )
-            return read if fold is None else jax.tree.map(fold.unfold, read)
+            return jax.tree.map(fold.unfold, read)
 
         return read
 

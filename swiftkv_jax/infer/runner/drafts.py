@@ -169,6 +169,16 @@ def one_token_rows(new: Float[Array, "B K T H"]) -> Float[Array, "BT K 1 H"]:
     return new.swapaxes(1, 2).reshape(batch * width, heads, 1, head_dim)
 
 
+class SeparateQueries:
+    """Queries that each see other positions, as they are."""
+
+    def fold(self, q):
+        return q
+
+    def unfold(self, x):
+        return x
+
+
 class FoldedQueries(NamedTuple):
     """Queries of a block as heads of one query, for positions that all of them see."""
 

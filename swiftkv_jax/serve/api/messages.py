@@ -208,7 +208,7 @@ def _messages_of(message: InputMessage, at: str, *, is_new: bool) -> list[Messag
     calls: list[ToolCall] = []
     for number, block in enumerate(content):
         here = f"{at}.content[{number}]"
-        stand_in = None if is_new else _stand_in(block)
+        stand_in = _stand_in(block, is_new)
         if stand_in is not None:
             texts.append(stand_in)
             continue
@@ -260,15 +260,19 @@ def _text(content: str | list[Block], at: str, *, is_new: bool) -> str:
         return content
     texts = []
     for number, block in enumerate(content):
-        stand_in = None if is_new else _stand_in(block)
+        stand_in = _stand_in(block, is_new)
         if stand_in is None:
             _check_block(block, f"{at}[{number}]", ("text",), "this field")
-        texts.append(block.text or "" if stand_in is None else stand_in)
+            stand_in = block.text or ""
+        texts.append(stand_in)
     return "".join(texts)
 
 
-def _stand_in(block: Block) -> str | None:
-    """The text in place of a block (`media`); None for one that is read, or refused."""
+def _stand_in(block: Block, is_new: bool) -> str | None:
+    """The text in place of a block (`media`); None for one that is read, or refused, as are all
+    that are new."""
+    if is_new:
+        return None
     if block.type == "tool_reference":  # all tools are offered: there is nothing to load
         return f"[tool reference: {block.tool_name or ''}]"
     return text_in_place_of(block.type)

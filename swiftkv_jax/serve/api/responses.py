@@ -100,10 +100,10 @@ async def response(
 
 def _echo(body: ResponsesBody) -> dict[str, Any]:
     """Return the fields of a request that its answer repeats."""
-    choice = "auto" if body.tool_choice is None else msgspec.to_builtins(body.tool_choice)
+    choice = msgspec.to_builtins(body.tool_choice or "auto")
     reasoning = body.reasoning or ReasoningOptions()
-    wanted = body.text.format if body.text else None
-    format = {"type": "text"} if wanted is None else msgspec.to_builtins(wanted)
+    text = body.text or TextOptions()
+    format = msgspec.to_builtins(text.format or {"type": "text"})
     return {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
@@ -144,7 +144,7 @@ def chat_body(body: ResponsesBody, tools: OfferedTools | None = None) -> tuple[C
         tools=tools.tools or None,
         tool_choice=chat_choice(body.tool_choice, tools),
         parallel_tool_calls=body.parallel_tool_calls,
-        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        reasoning_effort=(body.reasoning or ReasoningOptions()).effort,
         metadata=body.metadata,
         user=body.user,
     )

@@ -224,7 +224,10 @@ async def model(app: App, exchange: HTTPExchange) -> None:
 
 
 def _card(app: App, name: str) -> dict[str, Any]:
-    is_open = app.service.is_open
+    found: dict[str, Any] = {"max_model_len": None, "has_chat_template": None}
+    if app.service.is_open:
+        found["max_model_len"] = app.service.max_model_len
+        found["has_chat_template"] = bool(app.tokenizer.chat_template)
     return {
         "id": name,
         "object": "model",
@@ -232,11 +235,9 @@ def _card(app: App, name: str) -> dict[str, Any]:
         "owned_by": "swiftkv-jax",
         "root": app.model_names[0],
         "parent": None,
-        "max_model_len": app.service.max_model_len if is_open else None,
         "default_max_tokens": app.options.default_max_tokens,
-        "has_chat_template": bool(app.tokenizer.chat_template) if is_open else None,
         "permission": [],
-    }
+    } | found
 
 
 async def web_page(app: App, exchange: HTTPExchange) -> None:
