@@ -323,7 +323,7 @@ def pictures() -> dict[str, tuple[Callable[[Path], None], str]]:
     return module.PICTURES
 
 
-@pytest.mark.parametrize("name", ["swiftkv", "stacks", "pages", "engine-step"])
+@pytest.mark.parametrize("name", ["swiftkv", "stacks", "pages", "engine-step", "prefill"])
 def test_drawings_are_those_of_the_program(name, tmp_path):
     draw, ending = pictures()[name]
     draw(tmp_path / "drawn")

@@ -20,6 +20,8 @@ from typing import Any
 
 HERE = Path(__file__).parent
 DATA = HERE / "data"
+RESULTS = HERE.parents[1] / "benchmarks" / "results"
+PREFILL = RESULTS / "serve-nvidia-h100-80gb-hbm3-20261128-043804.json"
 
 BLUE, RED, GREEN, GREY, INK = "#1f5fa8", "#c8553d", "#3d8b5f", "#7a7a7a", "#222222"
 LIGHT = {BLUE: "#dce8f5", RED: "#f8e2dc", GREEN: "#dff0e5", GREY: "#f1f1f1"}
@@ -278,6 +280,43 @@ def engine_step(path: Path) -> None:
 # Plots from measurements -------------------------------------------------------
 
 
+def prefill(path: Path) -> None:
+    """Prefill of Llama-3.1-8B on an H100 over the length of the prompt."""
+    found = json.loads(PREFILL.read_text(encoding="utf-8"))
+    parts = found["parts"]
+    kinds = (
+        ("prefill-lengths", "teacher", "teacher", GREY),
+        ("prefill-lengths", "swiftkv", "SwiftKV", BLUE),
+        ("prefill-w8a8", "swiftkv", "SwiftKV, FP8", GREEN),
+    )
+    rates: dict[int, list[tuple[float, str]]] = {}
+    for part, variant, _, color in kinds:
+        for row in parts[part]["rows"]:
+            if row["variant"] == variant:
+                length = int(row["label"].split()[0])
+                rates.setdefault(length, []).append((row["tokens_per_s"], color))
+    drawing = Drawing(900, 376, "Prefill of Llama-3.1-8B on an H100, by length of the prompt")
+    drawing.text(20, 26, "Prefill of Llama-3.1-8B on one H100, tokens a second", size=15, bold=True)
+    for index, (_, _, name, color) in enumerate(kinds):
+        drawing.box(520 + 130 * index, 14, 14, 14, color=color, fill=color)
+        drawing.text(540 + 130 * index, 26, name)
+    y, per_pixel = 46.0, max(rate for bars in rates.values() for rate, _ in bars) / 620
+    for length, bars in sorted(rates.items()):
+        drawing.text(150, y + 11.5 * len(bars) + 4, f"{length:,} tokens", anchor="end")
+        slowest = bars[0][0]
+        for rate, color in bars:
+            drawing.box(160, y, rate / per_pixel, 21, color=color, fill=color)
+            times = "" if rate == slowest else f", {rate / slowest:.2f} times as fast"
+            drawing.text(168, y + 15, f"{rate:,.0f}{times}", size=12, color="#ffffff", bold=True)
+            y += 23
+        y += 18
+    drawing.text(
+        20, 362, f"Random weights, K = 16 of 32 layers; the teacher in bfloat16. "
+        f"swiftkv infer bench prefill, {found['date'][:10]}.", size=12, color=GREY,
+    )  # fmt: skip
+    drawing.save(path)
+
+
 def analysis(path: Path, data: str = "analysis.json") -> None:
     """`swiftkv train analyze` of the demo model, or of another with another data file."""
     from swiftkv_jax.calibration import LayerFit
@@ -324,6 +363,7 @@ PICTURES: dict[str, tuple[Callable[[Path], None], str]] = {
     "stacks": (stacks, "svg"),
     "pages": (pages, "svg"),
     "engine-step": (engine_step, "svg"),
+    "prefill": (prefill, "svg"),
     "analysis": (analysis, "png"),
     "analysis-t2": (functools.partial(analysis, data="analysis-t2.json"), "png"),
     "run": (run, "svg"),
