@@ -343,7 +343,7 @@ def test_plots_can_be_drawn_again(name, tmp_path):
 
 
 def test_the_readme_is_short():
-    assert len(text_of(README).splitlines()) <= 130
+    assert len(text_of(README).splitlines()) <= 110
     assert len(text_of(README).encode()) <= 9_000
 
 

@@ -259,25 +259,6 @@ def test_the_cost_of_generated_keys_and_values():
     assert "pays more for it: {:.3f} instead of {:.3f} of".format(*short) in text
 
 
-@pytest.mark.parametrize(
-    ("name", "teacher", "lower", "steps"),
-    [
-        ("demo, 1/2, calibrated, then 512 steps", "demo", 4, (0, 512)),
-        ("t2, 1/4, calibrated, then 512 steps", "t2", 12, (0, 512)),
-        ("t2, 1/2, 512 steps", "t2", 8, (512,)),
-    ],
-)
-def test_the_table_of_the_readme(name, teacher, lower, steps):
-    """A star for every student that loses too much on far tokens."""
-    cells = []
-    for group in 1, 2:
-        rows = [student(teacher, group, "closed-form", count, lower=lower) for count in steps]
-        shown = (f"{100 * above_all(row):.1f} %, {far(row):.3f} nats{star(row)}" for row in rows)
-        cells.append("; ".join(shown))
-    line = table_line("README.md", name)
-    assert re.sub(r" \(\[[^|]*\)\)", "", line) == f"| {name} | {' | '.join(cells)} |"
-
-
 def test_the_limit_of_far_tokens_in_the_readme():
     assert f"more than {MAX_FAR_LOSS} nats there" in page("../README.md")
 
