@@ -14,7 +14,7 @@ from swiftkv_jax.model.cache import bytes_per_token
 from swiftkv_jax.plan.presets import PRESETS
 from swiftkv_jax.train.loss.quality import MAX_FAR_LOSS
 from tests.compile import test_bundles
-from tests.test_docs import README, ROOT, blocks, text_of
+from tests.test_docs import README, ROOT, text_of
 
 
 def test_figures_of_the_readme_are_the_measured_ones():
@@ -102,12 +102,12 @@ def test_students_of_a_real_model_in_the_readme_are_the_measured_ones():
     pairs = next(
         cell
         for cell in document["cells"]
-        if cell.get("key_value_group_size") == 2 and cell["generated_kv"] == "own"
+        if cell["key_value_group_size"] == 2 and cell["generated_kv"] == "own"
     )
-    lost = pairs["texts"]["english"]["above"]
+    above = pairs["texts"]["english"]["above"]
+    lost = f"{100 * above['value']:.1f} ± {100 * above['stderr']:.1f} %"
     assert (
-        f"20 of 30 layers of SmolLM2 they lose {100 * lost['value']:.1f} ± {100 * lost['stderr']:.1f} % "
-        f"and {pairs['far']['lost']['value']:.2f} nats"
+        f"20 of 30 layers of SmolLM2 they lose {lost} and {pairs['far']['lost']['value']:.2f} nats"
     ) in " ".join(text_of(README).split())
     tasks = document["cells"][0]["tasks"]
     assert f"{tasks['recall']['teacher']:.0%}" == "70%"

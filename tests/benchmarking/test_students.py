@@ -3,7 +3,6 @@
 import functools
 import itertools
 import json
-import re
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
