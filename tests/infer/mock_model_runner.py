@@ -67,6 +67,7 @@ class MockModelRunner:
 
     def __init__(self, shapes: Shapes, window: int | None = None):
         self.shapes, self.window = shapes, window
+        self.wide_costs = (1.0,) * len(shapes.widths)
         self.pages = np.full((shapes.dp_size, shapes.num_pages, shapes.page_size), -1)
         self.rows: dict[int, Row] = {}
         self.calls: MutableSequence[str] = []

@@ -86,7 +86,7 @@ class Engine[R: ModelRunnerBase]:
             reserve_tokens=max(options.reserve_tokens, shapes.most_new_tokens),
             max_skips=max_skips,
         )
-        self._calls = DecodeCalls(shapes, self._scheduler)
+        self._calls = DecodeCalls(model_runner, self._scheduler, options.speculative)
         self._requests: dict[int, RequestState] = {}
         self._ids = itertools.count()
         self._sent: deque[Sent] = deque()
@@ -317,8 +317,8 @@ class Engine[R: ModelRunnerBase]:
         matchers = [one.matcher for one in sequences if one.matcher is not None]
         masks = masks_of(matchers, self.config.vocab_size)
         good = [not matcher.error for matcher in matchers]
-        for sequence, matcher, goes_on in zip(sequences, matchers, good, strict=True):
-            if not goes_on:
+        for sequence, matcher in zip(sequences, matchers, strict=True):
+            if matcher.error:
                 state = sequence.request_state
                 outputs.append(failed_output(state, matcher.error, sample=sequence.index))
                 self._scheduler.finish(sequence, aborted=True)
@@ -350,6 +350,7 @@ class Engine[R: ModelRunnerBase]:
             for row, sequence in enumerate(sent.sequences):
                 sequence.in_flight = sequence.in_flight.after_reading(sent.call)
                 if self._scheduler.is_unfinished(sequence):
+                    self._calls.add_tokens(sequence, sampled.token[row], sent.call.width)
                     outputs.append(self._add_tokens(sequence, sampled, row))
         return outputs
 

@@ -19,6 +19,9 @@ class ModelRunnerBase(Protocol):
     """Interface that the engine needs of a model runner. A test double needs no model."""
 
     shapes: Shapes
+    wide_costs: tuple[float, ...]
+    """What a step of a wide call costs beside one of width 1, for each of `Shapes.decode_rows`;
+    known after `prepare`, and equal in all processes."""
 
     def prepare(self) -> None:
         """Compile everything, allocate the memory, and start counting compilations: after this

@@ -11,6 +11,7 @@ from .grammar import Matcher
 from .page_pool import PageNeeds, PagePool, all_pages
 from .requests import Request, ScoreRequest, Timing
 from .sampling_params import SamplingParams
+from .shadow_drafts import ShadowDrafts
 from .speculation import Drafts, InFlight
 
 
@@ -170,6 +171,8 @@ class SequenceState:
     """Tokens emitted so far, including an end token."""
     matcher: Matcher | None = None
     """Grammar that the sequence follows; None: no grammar."""
+    shadow: ShadowDrafts | None = None
+    """None before the first call, and where nothing asks for it."""
     drafts: Drafts = Drafts()
 
     @property

@@ -16,15 +16,24 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import UsageError
 from .sampler_output import REJECTED, SamplerOutput
+from .shadow_drafts import MAX_LOOKUP, ShadowDrafts, lookup_text
 
 if TYPE_CHECKING:
-    from ..runner.shapes import Shapes
+    import numpy as np
+
+    from .model_runner_base import ModelRunnerBase
     from .request_state import SequenceState
     from .scheduler import Scheduler
 
 MAX_SPECULATIVE_TOKENS = 15
-MAX_LOOKUP = 16
-"""Most tokens that are compared: a longer match would not choose other drafts."""
+FIRST_RATE = 0.5
+"""Share of right drafts of the first sequence of an engine, until its tokens tell."""
+PREDICTED_RATE = 0.9
+"""The same of a sequence with a prediction: who sends one expects most of it to be right."""
+MARGIN = 1.05
+"""Tokens that wide steps must emit for each one that steps of width 1 emit in the same time."""
+AVERAGE_WEIGHT = 0.02
+"""Weight of a step in the average of all sequences."""
 METHODS = ("ngram", "ngram_gpu")
 """vLLM's names of drafts from a request's own text."""
 
@@ -42,6 +51,9 @@ class SpeculativeConfig:
     """Fewest tokens at the end of a text that must have occurred in it before."""
     prompt_lookup_max: int = MAX_LOOKUP
     """Most tokens that are compared."""
+    enable_adaptive_verification: bool = True
+    """Permission to decode one token a step where more are not expected to pay, by the measured
+    cost of a step and the share of drafts that were right."""
 
     def __post_init__(self):
         for name, least, most in (
@@ -56,6 +68,12 @@ class SpeculativeConfig:
                     f"{most}",
                     option="speculative_config",
                 )
+        if type(adaptive := self.enable_adaptive_verification) is not bool:
+            raise UsageError(
+                f"`speculative_config.enable_adaptive_verification`={adaptive!r} must be true or "
+                f"false",
+                option="speculative_config",
+            )
 
 
 def parse_speculative_config(text: str) -> SpeculativeConfig:
@@ -110,9 +128,18 @@ class InFlight(NamedTuple):
 class DecodeCalls:
     """Chooses the next decode call of an engine."""
 
-    def __init__(self, shapes: Shapes, scheduler: Scheduler):
-        self._shapes = shapes
+    def __init__(
+        self,
+        model_runner: ModelRunnerBase,
+        scheduler: Scheduler,
+        speculative: SpeculativeConfig | None,
+    ):
+        self._shapes = model_runner.shapes
+        self._wide_costs = model_runner.wide_costs
         self._scheduler = scheduler
+        self._adapts = speculative is not None and speculative.enable_adaptive_verification
+        self._rate = FIRST_RATE
+        """A running average of `ShadowDrafts.rate`."""
 
     @property
     def steps(self) -> int:
@@ -128,8 +155,37 @@ class DecodeCalls:
         if not self._shapes.widths or not any(one.has_drafts for one in sequences):
             return narrow
         ranks = collections.Counter(one.request_state.dp_rank for one in sequences)
-        wide = self._shapes.wide_call(max(ranks.values()))
-        return wide if self._scheduler.have_pages(sequences, wide.most) else narrow
+        rows = max(ranks.values())
+        wide = self._shapes.wide_call(rows)
+        pays = not self._adapts or self._pays(sequences, wide.width, rows)
+        return wide if pays and self._scheduler.have_pages(sequences, wide.most) else narrow
+
+    def _pays(self, sequences: Sequence[SequenceState], width: int, rows: int) -> bool:
+        """Whether a step of `width` may be expected to emit more than steps of width 1 do in its
+        time."""
+        cost = self._wide_costs[self._shapes.decode_rows.index(self._shapes.size_of(rows))]
+        tokens = 0.0
+        for sequence in sequences:
+            tokens += self._shadow(sequence).tokens_of_step(width) if sequence.has_drafts else 1
+        return tokens > MARGIN * cost * len(sequences)
+
+    def _shadow(self, sequence: SequenceState) -> ShadowDrafts:
+        """The shadow drafts of a sequence, which are made before its first tokens come."""
+        if sequence.shadow is None:
+            request, tokens = sequence.request, sequence.request_state.prefill_token_ids
+            text = lookup_text(request.prompt, request.prediction, tokens[len(request.prompt) :])
+            rate = max(self._rate, PREDICTED_RATE) if len(request.prediction) else self._rate
+            sequence.shadow = ShadowDrafts(text, rate)
+        return sequence.shadow
+
+    def add_tokens(self, sequence: SequenceState, token: np.ndarray, width: int) -> None:
+        """Add the i32[M T] that a call has returned of a sequence."""
+        if (shadow := sequence.shadow) is None:
+            return
+        for step in token.reshape(-1, width).tolist():
+            if emitted := [one for one in step if one >= 0]:
+                shadow.add(emitted, width)
+                self._rate += AVERAGE_WEIGHT * (shadow.rate - self._rate)
 
 
 class Drafts(NamedTuple):

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from ..engine.sampler_output import NON_FINITE, REJECTED
-from ..engine.speculation import MAX_LOOKUP
+from ..engine.shadow_drafts import MAX_LOOKUP, lookup_text
 from .decode_state import DecodeBatch
 
 
@@ -60,19 +60,13 @@ def history_size(max_tokens: int) -> int:
 def history_of(
     prompt: Sequence[int], prediction: Sequence[int], generated: Sequence[int], size: int
 ) -> tuple[np.ndarray, int]:
-    """(i32[N], the text in which the drafts of a sequence are looked up, -1 behind it; the offset
-    of the place of a position).
-
-    A predicted answer follows the prompt, and then, so that the answer begins like its prediction,
-    the end of the prompt once more.
-    """
-    again = prompt[-MAX_LOOKUP:] if len(prediction) else ()
+    """(i32[N], `lookup_text` with -1 behind it; the offset of the place of a position)."""
     row = np.full(size, -1, np.int32)
     end = 0
-    for part in (prompt, prediction, again, generated):
+    for part in lookup_text(prompt, prediction, generated):
         row[end : end + len(part)] = part
         end += len(part)
-    return row, len(prediction) + len(again)
+    return row, end - len(prompt) - len(generated)
 
 
 def draft(history: Int[Array, "B N"], batch: DecodeBatch, drafting: Drafting) -> Block:

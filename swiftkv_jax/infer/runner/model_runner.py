@@ -3,14 +3,12 @@ return at once; only `read` waits for a result."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import functools
 import itertools
 import logging
 import sys
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -30,6 +28,7 @@ from .choose_shapes import check_pages
 from .compilation import CompileCounter, compile_all
 from .decode_state import DecodeBatch, PageTables, make_batch, page_tables, sampling_of
 from .drafts import history_of
+from .exit import wait_at_exit
 from .layout import Layout
 from .lowering import (
     COPY_PAGES,
@@ -53,11 +52,9 @@ from .prefill_chunk import (
 )
 from .serving_form import Weights
 from .shapes import Shapes
+from .wide_costs import measure_wide_costs
 
 logger = logging.getLogger(__name__)
-
-_prepared: weakref.WeakSet[ModelRunner] = weakref.WeakSet()
-"""Runners that may have calls in flight."""
 
 
 class ModelRunner:
@@ -67,6 +64,8 @@ class ModelRunner:
     """Decode state; None before `prepare`."""
     _last_result: Any = None
     """Result of the last chunk or decode call."""
+    wide_costs: tuple[float, ...] = ()
+    """See `ModelRunnerBase`."""
 
     def __init__(
         self,
@@ -131,8 +130,7 @@ class ModelRunner:
         logger.info("%s, for %s tokens of KV cache", plan, f"{tokens:,}")
         with allocating(f"the KV cache ({plan})"):
             self._state = self.layout.init_state(self.shapes)
-        _wait_at_exit()
-        _prepared.add(self)
+        wait_at_exit(self)
         self._warm_up()
         CompileCounter.start()
 
@@ -145,7 +143,7 @@ class ModelRunner:
 
     def __del__(self) -> None:
         # XLA aborts the process if its client is destroyed while a call is in flight. At exit,
-        # `_wait_at_exit` has already waited.
+        # `wait_at_exit` has already waited.
         if self._state is not None and not sys.is_finalizing():
             self.wait()
 
@@ -187,6 +185,15 @@ class ModelRunner:
                 row, _ = history_of([], [], [], self.shapes.history_size)
                 self._insert_row("history", 0, row)
             self._update_pages([], self._page_tables([]))
+        jax.block_until_ready(self._state)
+        self.wide_costs = measure_wide_costs(self.shapes, self._fill, self._decode)
+
+    def _fill(self, batch_of: Callable[[int], DecodeBatch]) -> None:
+        """Put `batch_of(count)` into all slots, `count` at a time, and wait for it."""
+        for some in itertools.batched(
+            range(self.shapes.dp_size * self.shapes.slots), INSERT_SEQUENCES
+        ):
+            self._insert(some, batch_of(len(some)))
         jax.block_until_ready(self._state)
 
     # Steps --------------------------------------------------------------------
@@ -382,15 +389,3 @@ class ModelRunner:
     def _insert_row(self, name: Literal["token_counts", "history"], slot: int, row) -> None:
         rows = self._compiled[name](getattr(self._state, name), np.int32(slot), row)
         self._state = dataclasses.replace(self._state, **{name: rows})
-
-
-@functools.cache
-def _wait_at_exit() -> None:
-    """Let the interpreter wait for calls in flight before it exits. Exit handlers run in reverse
-    order, so this one runs before that of JAX, which destroys the client."""
-
-    def wait() -> None:
-        for runner in list(_prepared):
-            runner.wait()
-
-    atexit.register(wait)

@@ -6,7 +6,8 @@ import dataclasses
 from typing import Literal
 
 from ...model.config import Config
-from ..engine.speculation import MAX_LOOKUP, DecodeCall
+from ..engine.shadow_drafts import MAX_LOOKUP
+from ..engine.speculation import DecodeCall
 from .decode_state import DecodeBatch, empty_batch
 from .drafts import history_size
 

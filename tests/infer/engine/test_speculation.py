@@ -32,7 +32,9 @@ def engines(mode: str, width: int, pages: int) -> tuple[Engine, Engine]:
         mode,
         scoring=False,
         decode_steps=4,
-        speculative=SpeculativeConfig(num_speculative_tokens=width - 1),
+        speculative=SpeculativeConfig(
+            num_speculative_tokens=width - 1, enable_adaptive_verification=False
+        ),
         reserve_tokens=4,
         kv_cache_memory=pages * narrow.model_runner.layout.page_bytes(4),
     )
@@ -205,6 +207,7 @@ def test_options_of_speculation():
         ("num_speculative_tokens", 16),
         ("prompt_lookup_min", 0),
         ("prompt_lookup_max", 1),
+        ("enable_adaptive_verification", 1),
     ):
         with pytest.raises(UsageError, match=f"`speculative_config.{field}`={value}"):
             SpeculativeConfig(**{field: value})
