@@ -9,6 +9,7 @@ from collections.abc import Iterator, MutableSequence, Sequence
 
 import numpy as np
 
+from swiftkv_jax.infer.engine.constrained import ConstrainedCall
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.request_state import Chunk, RequestState, SequenceState
@@ -142,19 +143,42 @@ class MockModelRunner:
         self.calls.append(f"decode {len(sequences)}")
         return self._decode(sequences, call)
 
-    def run_decode_constrained(
-        self, sequences: Sequence[SequenceState], masks: np.ndarray
-    ) -> AsyncOutput:
-        assert masks.shape == (len(sequences), -(-VOCAB // 32))
-        self.calls.append(f"constrained {len(sequences)}")
-        bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
-        return self._decode(sequences, DecodeCall(1), bits[:, :VOCAB])
+    def run_decode_constrained(self, call: ConstrainedCall) -> AsyncOutput:
+        """The drafts of the host, of which those are emitted that come next anyhow."""
+        sequences, width = call.sequences, call.width
+        assert call.masks.shape == (len(sequences), width, -(-VOCAB // 32))
+        assert width in (1, *self.shapes.widths)
+        self.calls.append(f"constrained {len(sequences)}" + f" of {width}" * (width > 1))
+        return self._decode(sequences, DecodeCall(1, width), call)
+
+    def _constrained_token(
+        self, row: Row, call: ConstrainedCall, number: int, column: int, token: int
+    ) -> int:
+        """The first token from `token` on that may come."""
+        bits = np.unpackbits(call.masks[number, column].view(np.uint8), bitorder="little")
+        (possible,) = np.nonzero(bits[:VOCAB])
+        return min(possible.tolist(), key=lambda one: (one - token) % VOCAB)
+
+    def _given_places(
+        self, row: Row, call: ConstrainedCall, number: int, out: np.ndarray, source: np.ndarray
+    ) -> Iterator[int]:
+        """Columns of the tokens that a call emits: as long as they are the drafts."""
+        drafts = call.drafts.tokens[number][call.drafts.source[number] >= 0].tolist()
+        assert len(drafts) < row.remaining
+        state, pages = row.sequence.request_state, row.sequence.pages
+        self._write(state, pages, len(row.tokens), drafts)
+        source[1 : 1 + len(drafts)] = call.drafts.source[number][call.width - len(drafts) :]
+        out[1 : 1 + len(drafts)] = REJECTED
+        for place, draft in enumerate([*drafts, None]):
+            yield place
+            if row.tokens[-1] != draft:
+                return
 
     def _decode(
         self,
         sequences: Sequence[SequenceState],
         call: DecodeCall,
-        allowed: np.ndarray | None = None,
+        constrained: ConstrainedCall | None = None,
     ) -> AsyncOutput:
         """A wide step has drafts that are right up to a random one: it writes all of them, and
         emits as many and one more. They are of the prediction, where there is one."""
@@ -166,13 +190,18 @@ class MockModelRunner:
             row, ends = self.rows[sequence.slot], not sequence.params.ignore_eos
             assert row.sequence is sequence
             state, pages = sequence.request_state, sequence.pages
-            for step in self._places(row, call, out, source) if row.remaining else ():
+            if constrained is None:
+                places = self._places(row, call, out, source)
+            else:
+                places = self._given_places(row, constrained, number, out, source)
+            for step in places if row.remaining else ():
                 self._write(state, pages, len(row.tokens) - 1, row.tokens[-1:])
                 self._check(state, pages, row.tokens, len(row.tokens) - 1)
                 token = next_token(row.tokens, sequence.index, ends)
-                if allowed is not None:  # the first from there on
-                    (possible,) = np.nonzero(allowed[number])
-                    token = min(possible, key=lambda one, token=token: (one - token) % VOCAB)
+                if constrained is not None:
+                    last = int((constrained.drafts.source[number] >= 0).sum())
+                    column = call.width - 1 - last + step
+                    token = self._constrained_token(row, constrained, number, column, token)
                 out[step] = token
                 row.tokens.append(int(out[step]))
                 over = out[step] == END or out[step] in sequence.params.stop_token_ids

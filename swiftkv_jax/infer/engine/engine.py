@@ -6,7 +6,7 @@ then reads the results of the step before: the host is one step behind, so the d
 work. Sequences are added and removed between steps. All programs are compiled before the first
 step, none after.
 
-Sequences that follow a grammar decode one token a step, in a separate call before that of the
+Sequences that follow a grammar decode one step at a time, in a separate call before that of the
 others. Which tokens may come next depends on the token before, so the result of this call is read
 before the next step is sent, while the device decodes the others.
 
@@ -29,7 +29,7 @@ from ...errors import UsageError
 from ...model.config import Config
 from .cache_events import CacheEvents
 from .checks import check_ends, check_fits, check_request, own_start
-from .grammar import masks_of
+from .constrained import constrained_call
 from .model_runner_base import ModelRunnerBase
 from .options import EngineOptions
 from .outputs import Scores, Sent, failed_output, sequence_output
@@ -298,10 +298,15 @@ class Engine[R: ModelRunnerBase]:
             return sent if sent.chunks else None
         self.stats.idle_seconds += self._idle.look()
         if constrained := scheduler.schedule_constrained():
-            constrained, masks = self._masks(constrained, outputs)
-            if constrained:
-                sent.constrained = constrained
-                sent.constrained_tokens = runner.run_decode_constrained(constrained, masks)
+            width, drafts = self._calls.host_drafts(constrained)
+            call = constrained_call(constrained, drafts, width, self.config.vocab_size)
+            for sequence, error in call.failed:
+                state = sequence.request_state
+                outputs.append(failed_output(state, error, sample=sequence.index))
+                scheduler.finish(sequence, aborted=True)
+                self._forget(state)
+            if call.sequences:
+                sent.constrained = call, runner.run_decode_constrained(call)
                 self.stats.decode_calls += 1
         if sequences := scheduler.ready_to_decode():
             sent.sequences, sent.call = sequences, self._calls.choose(sequences)
@@ -310,32 +315,21 @@ class Engine[R: ModelRunnerBase]:
             self.stats.decode_calls += 1
         return sent if sent.chunks or sent.sequences or sent.constrained else None
 
-    def _masks(
-        self, sequences: list[SequenceState], outputs: list[RequestOutput]
-    ) -> tuple[list[SequenceState], np.ndarray]:
-        """(sequences that can continue, the tokens that each may emit); the others end."""
-        matchers = [one.matcher for one in sequences if one.matcher is not None]
-        masks = masks_of(matchers, self.config.vocab_size)
-        good = [not matcher.error for matcher in matchers]
-        for sequence, matcher in zip(sequences, matchers, strict=True):
-            if matcher.error:
-                state = sequence.request_state
-                outputs.append(failed_output(state, matcher.error, sample=sequence.index))
-                self._scheduler.finish(sequence, aborted=True)
-                self._forget(state)
-        return list(itertools.compress(sequences, good)), masks[good]
-
     def _receive_constrained(self, sent: Sent) -> list[RequestOutput]:
         """Read the tokens of sequences that follow a grammar, if they have not been read yet."""
-        if sent.constrained_tokens is None:
+        if sent.constrained is None:
             return []
-        sampled, sent.constrained_tokens = self._read(sent.constrained_tokens), None
+        call, tokens = sent.constrained
+        sampled, sent.constrained = self._read(tokens), None
         assert sampled is not None
-        return [
-            self._add_tokens(sequence, sampled, row)
-            for row, sequence in enumerate(sent.constrained)
-            if self._scheduler.is_unfinished(sequence)
-        ]
+        if call.width > 1:
+            self.stats.speculation.add(sampled, call.width, call.sequences)
+        outputs = []
+        for row, sequence in enumerate(call.sequences):
+            if self._scheduler.is_unfinished(sequence):
+                self._calls.add_tokens(sequence, sampled.token[row], 1)
+                outputs.append(self._add_tokens(sequence, sampled, row))
+        return outputs
 
     def _receive(self, sent: Sent) -> list[RequestOutput]:
         outputs = []

@@ -26,6 +26,11 @@ class Matcher(Protocol):
         """A copy in the same state."""
         ...
 
+    def forced(self) -> list[int]:
+        """Tokens of the text that must follow, as a tokenizer would write it; empty if several may.
+        They are a guess: another spelling of the text may be allowed."""
+        ...
+
     @property
     def is_ended(self) -> bool:
         """Return whether no further token is possible."""
@@ -35,13 +40,6 @@ class Matcher(Protocol):
     def error(self) -> str:
         """Why the sequence cannot continue, for example a time limit; "" if it can."""
         ...
-
-
-def masks_of(matchers: Sequence[Matcher], vocab_size: int) -> np.ndarray:
-    """u32[B, ceil(V/32)]: the tokens that may come next in each; see `Matcher.fill_masks`."""
-    masks = np.zeros((len(matchers), mask_words(vocab_size)), np.uint32)
-    fill_rows(dict(enumerate(matchers)), masks)
-    return masks
 
 
 def fill_rows(matchers: Mapping[int, Matcher], masks: np.ndarray) -> None:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 from .sampler_output import AsyncOutput, SamplerOutput
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from ..runner.shapes import Shapes
+    from .constrained import ConstrainedCall
     from .request_state import Chunk, SequenceState
     from .speculation import DecodeCall
 
@@ -56,11 +55,9 @@ class ModelRunnerBase(Protocol):
         which widths there are."""
         ...
 
-    def run_decode_constrained(
-        self, sequences: Sequence[SequenceState], masks: np.ndarray
-    ) -> AsyncOutput:
-        """Decode one token of each sequence, of those in its mask (u32[B, ceil(V/32)], see
-        `Matcher.fill_masks`). `read` returns B 1. Needs `structured_outputs`."""
+    def run_decode_constrained(self, call: ConstrainedCall) -> AsyncOutput:
+        """Decode a step of sequences that follow a grammar. `read` returns B T, as for
+        `run_decode`. Needs `structured_outputs`."""
         ...
 
     def is_idle(self) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from .constrained import ConstrainedCall
 from .request_state import Chunk, RequestState, SequenceState
 from .requests import (
     NOT_FINITE,
@@ -35,8 +36,8 @@ class Sent:
     call: DecodeCall = DecodeCall(0)
     """The size of their call."""
     tokens: AsyncOutput | None = None
-    constrained: list[SequenceState] = dataclasses.field(default_factory=list)
-    constrained_tokens: AsyncOutput | None = None
+    constrained: tuple[ConstrainedCall, AsyncOutput] | None = None
+    """None also once it is read."""
 
 
 def sequence_output(
@@ -57,9 +58,10 @@ def sequence_output(
         or (emitted[-1] in eos_token_ids and not params.ignore_eos)
     )
     complete = False
-    if sequence.matcher is not None and not (broken or ended):
-        sequence.matcher.accept(emitted[-1])
-        complete = sequence.matcher.is_ended
+    if sequence.matcher is not None and not broken:
+        for token in emitted[:-1] if ended else emitted:
+            sequence.matcher.accept(token)
+        complete = not ended and sequence.matcher.is_ended
     state.timing.last_token = time.perf_counter()
     state.timing.first_token = state.timing.first_token or state.timing.last_token
     token_ids = emitted

@@ -125,6 +125,17 @@ class InFlight(NamedTuple):
         return InFlight(self.least - call.steps, self.most - call.most)
 
 
+class HostDraft(NamedTuple):
+    """Tokens that may follow in a sequence with a grammar."""
+
+    tokens: Sequence[int] = ()
+    source: Sequence[int] = ()
+    """Their places in the text that they are taken from; the place behind it for those that the
+    grammar forces."""
+    expected: float = 1.0
+    """Tokens that a step with this draft may be expected to emit."""
+
+
 class DecodeCalls:
     """Chooses the next decode call of an engine."""
 
@@ -154,26 +165,58 @@ class DecodeCalls:
         narrow = DecodeCall(self.steps)
         if not self._shapes.widths or not any(one.has_drafts for one in sequences):
             return narrow
+        rows, width = self._rows_and_width(sequences)
+        wide = self._shapes.wide_call(rows)
+        if self._adapts:
+            tokens = 0.0
+            for sequence in sequences:
+                tokens += self._shadow(sequence).tokens_of_step(width) if sequence.has_drafts else 1
+            if not self._pays(tokens, sequences, rows):
+                return narrow
+        return wide if self._scheduler.have_pages(sequences, wide.most) else narrow
+
+    def _rows_and_width(self, sequences: Sequence[SequenceState]) -> tuple[int, int]:
+        """(most of these sequences on one shard, tokens of one in a wide step)."""
         ranks = collections.Counter(one.request_state.dp_rank for one in sequences)
         rows = max(ranks.values())
-        wide = self._shapes.wide_call(rows)
-        pays = not self._adapts or self._pays(sequences, wide.width, rows)
-        return wide if pays and self._scheduler.have_pages(sequences, wide.most) else narrow
+        return rows, self._shapes.wide_call(rows).width
 
-    def _pays(self, sequences: Sequence[SequenceState], width: int, rows: int) -> bool:
-        """Whether a step of `width` may be expected to emit more than steps of width 1 do in its
-        time."""
+    def _pays(self, tokens: float, sequences: Sequence[SequenceState], rows: int) -> bool:
+        """Whether a wide step that may be expected to emit `tokens` emits more than steps of width
+        1 do in its time."""
         cost = self._wide_costs[self._shapes.decode_rows.index(self._shapes.size_of(rows))]
-        tokens = 0.0
-        for sequence in sequences:
-            tokens += self._shadow(sequence).tokens_of_step(width) if sequence.has_drafts else 1
         return tokens > MARGIN * cost * len(sequences)
 
+    def host_drafts(self, sequences: Sequence[SequenceState]) -> tuple[int, list[HostDraft]]:
+        """(the width of a call of sequences that follow a grammar, a draft for each)."""
+        none = [HostDraft()] * len(sequences)
+        if not self._shapes.widths:
+            return 1, none
+        rows, width = self._rows_and_width(sequences)
+        if not self._scheduler.have_pages(sequences, width):
+            return 1, none
+        drafts = [self._draft(sequence, width - 1) for sequence in sequences]
+        tokens = sum(draft.expected for draft in drafts)
+        pays = self._pays(tokens, sequences, rows) if self._adapts else tokens > len(drafts)
+        return (width, drafts) if pays else (1, none)
+
+    def _draft(self, sequence: SequenceState, most: int) -> HostDraft:
+        """What the grammar forces, and then what the text suggests."""
+        if sequence.matcher is None or not sequence.has_drafts:
+            return HostDraft()
+        most = min(most, sequence.num_remaining_tokens - 1)
+        forced, shadow = sequence.matcher.forced()[:most], self._shadow(sequence)
+        places = shadow.draft(forced, most - len(forced))
+        nowhere = [self._shapes.history_size] * len(forced)
+        expected = len(forced) + shadow.tokens_of_step(1 + len(places))
+        return HostDraft([*forced, *shadow.tokens_at(places)], [*nowhere, *places], expected)
+
     def _shadow(self, sequence: SequenceState) -> ShadowDrafts:
-        """The shadow drafts of a sequence, which are made before its first tokens come."""
+        """The shadow drafts of a sequence, which are made when they are first asked for."""
         if sequence.shadow is None:
             request, tokens = sequence.request, sequence.request_state.prefill_token_ids
-            text = lookup_text(request.prompt, request.prediction, tokens[len(request.prompt) :])
+            generated = [*tokens[len(request.prompt) :], *sequence.token_ids]
+            text = lookup_text(request.prompt, request.prediction, generated)
             rate = max(self._rate, PREDICTED_RATE) if len(request.prediction) else self._rate
             sequence.shadow = ShadowDrafts(text, rate)
         return sequence.shadow

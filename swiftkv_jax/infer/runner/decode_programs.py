@@ -19,6 +19,7 @@ from ...model.cache import KVCache, Pool, cache_sharding, map_cache, row_shardin
 from ...model.config import Config
 from ...model.layers import unembed
 from ...model.packed_attention import score_options
+from ..engine.constrained import HostDrafts
 from ..engine.sampler_output import SamplerOutput
 from ..sampling.penalties import update_token_counts, update_token_counts_of_blocks
 from ..sampling.sampler import apply_masks, sample, sample_greedy
@@ -40,6 +41,7 @@ from .drafts import (
     accepted,
     draft,
     extend_history,
+    given,
     mark_rejected,
     one_token_rows,
     repeated,
@@ -193,8 +195,9 @@ def decode(
     steps: int,
     attention: Attention = DEFAULT,
     greedy: bool = False,
-    masks: UInt32[Array, "B _"] | None = None,
+    masks: UInt32[Array, "B *_"] | None = None,
     drafting: Drafting | None = None,
+    drafts: HostDrafts | None = None,
 ) -> tuple[DecodeState, SamplerOutput]:
     """Emit up to `steps` (M) tokens for each sequence in `slots`: `SamplerOutput` of B M, token -1
     where a sequence has ended. With `drafting` a step emits one token or more, at most T: B M T.
@@ -203,7 +206,7 @@ def decode(
     sequences that all ask for the likeliest token and nothing else (`is_plain_greedy`): without the
     branches of the sampler, at which the host waits for a GPU, and without counts of tokens.
     `masks` have the tokens that each sequence may emit, as `Matcher.fill_masks` writes them; None
-    is all.
+    is all. With `drafts`, which the host has made, for each place of its block: B T _.
     """
 
     def step(carry, _):
@@ -230,7 +233,10 @@ def decode(
 
     def verify(drafting: Drafting, carry, _):
         cache, batch, token_counts, history = carry
-        block = draft(history.at[slots].get(mode="clip"), batch, drafting)
+        if drafts is None:
+            block = draft(history.at[slots].get(mode="clip"), batch, drafting)
+        else:
+            block = given(drafts, batch)
         logits, cache = decode_logits(
             config, weights, batch, cache, block=block, attention=attention
         )
@@ -248,8 +254,11 @@ def decode(
         if greedy:
             sampled = sample_greedy(logits)
         else:
-            sampling = repeated(batch.sampling, width)
-            sampled = sample(logits, sampling, counts, block.position.reshape(-1))
+            allowed, sampling = logits, repeated(batch.sampling, width)
+            if masks is not None:
+                allowed = apply_masks(logits, masks.reshape(len(logits), -1))
+            position = block.position.reshape(-1)
+            sampled = sample(allowed, sampling, counts, position, reported=logits)
         token = sampled.token.reshape(block.tokens.shape)
         after, emitted = accepted(block, token, batch)
         if not greedy:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from ..engine.constrained import HostDrafts
 from ..engine.sampler_output import NON_FINITE, REJECTED
 from ..engine.shadow_drafts import MAX_LOOKUP, lookup_text
 from .decode_state import DecodeBatch
@@ -95,6 +96,24 @@ def draft(history: Int[Array, "B N"], batch: DecodeBatch, drafting: Drafting) ->
     period = jnp.maximum(end - found, 1)
     source = found + 1 + jnp.maximum(column - 1, 0) % period
     drafts = jnp.take_along_axis(history, jnp.minimum(source, size - 1), axis=1)
+    return _block(batch, column, drafts, source)
+
+
+def given(drafts: HostDrafts, batch: DecodeBatch) -> Block:
+    """The block of each sequence, with drafts of the host."""
+    width = drafts.tokens.shape[1]
+    count = (drafts.source >= 0).sum(axis=1)
+    column = jnp.arange(width) - (width - 1) + count[:, None]
+    return _block(batch, column, drafts.tokens, drafts.source)
+
+
+def _block(
+    batch: DecodeBatch,
+    column: Int[Array, "B T"],
+    drafts: Int[Array, "B T"],
+    source: Int[Array, "B T"],
+) -> Block:
+    """A block, given which columns have the last token (0) and drafts (from 1 on)."""
     real = (column >= 0) & (batch.remaining > 0)[:, None]
     tokens = jnp.where(column > 0, drafts, batch.token[:, None])
     position = jnp.maximum(batch.length[:, None] + column, 0)

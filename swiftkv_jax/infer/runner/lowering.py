@@ -17,6 +17,7 @@ from ...model.config import Config
 from ...model.mesh import dp_size
 from ...model.quantization import Scheme
 from ...pallas_kernels import Implementation
+from ..engine.constrained import HostDrafts
 from ..engine.grammar import mask_words
 from .decode_programs import copy_pages, decode
 from .decode_state import PageTables, insert_row, insert_sequences, update_page_tables
@@ -168,6 +169,16 @@ def lower_all(
             masks = layout.array((shapes.dp_size * rows, words), jnp.uint32)
             program = DecodeProgram(rows, "constrained", single_step=True)
             add(program, decode, *operands, **one_step, masks=masks)
+        if shapes.structured_outputs and shapes.widths:
+            width = shapes.wide_call(rows).width
+            tokens = ints(shapes.dp_size * rows, width)
+            given = {
+                "masks": layout.array((*tokens.shape, mask_words(served.vocab_size)), jnp.uint32),
+                "drafts": HostDrafts(tokens, tokens),
+                "drafting": Drafting(width, *shapes.lookup),
+            }
+            program = DecodeProgram(rows, "constrained", single_step=True, width=width)
+            add(program, decode, *operands, **one_step, **given)
     new = layout.batch(INSERT_SEQUENCES, shapes)
     add("insert", insert_sequences, state.batch, ints(INSERT_SEQUENCES), new)
     tables = PageTables(new.page_table, new.own_page_table)

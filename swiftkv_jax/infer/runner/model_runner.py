@@ -19,7 +19,7 @@ from ...errors import OutOfMemoryError, UsageError
 from ...model.attention import Attention
 from ...model.cache import bytes_per_token
 from ...pallas_kernels import ImplementationError
-from ..engine.grammar import mask_words
+from ..engine.constrained import ConstrainedCall, constrained_call
 from ..engine.request_state import Chunk, SequenceState
 from ..engine.sampler_output import AsyncOutput, SamplerOutput
 from ..engine.speculation import DecodeCall
@@ -173,10 +173,12 @@ class ModelRunner:
             for program in self._compiled:
                 if isinstance(program, PrefillProgram | UpperProgram):
                     self._prefill(program, empty)
+                elif isinstance(program, DecodeProgram) and program.kind != "constrained":
+                    self._decode(program, [[] for _ in empty])
                 elif isinstance(program, DecodeProgram):
-                    words = self.shapes.dp_size * program.rows, mask_words(self.config.vocab_size)
-                    masks = np.zeros(words, np.uint32) if program.kind == "constrained" else None
-                    self._decode(program, [[] for _ in empty], masks)
+                    call = constrained_call([], [], program.width, self.config.vocab_size)
+                    operands = call.operands(self.shapes.dp_size * program.rows, [])
+                    self._decode(program, [[] for _ in empty], **operands)
             self.remove_sequences([0])
             self._copy([[] for _ in empty], least=1)
             counts = token_counts_of([], 0, self.config.vocab_size)
@@ -254,15 +256,12 @@ class ModelRunner:
         program = DecodeProgram(size, kind, single_step=single, width=call.width)
         return AsyncOutput(self._decode(program, slots), index)
 
-    def run_decode_constrained(
-        self, sequences: Sequence[SequenceState], masks: np.ndarray
-    ) -> AsyncOutput:
+    def run_decode_constrained(self, call: ConstrainedCall) -> AsyncOutput:
         """See `ModelRunnerBase`."""
-        slots, size, index = self._decode_rows(sequences)
-        padded = np.zeros((self.shapes.dp_size * size, masks.shape[1]), np.uint32)
-        padded[index] = masks
-        program = DecodeProgram(size, "constrained", single_step=True)
-        return AsyncOutput(self._decode(program, slots, padded), index)
+        slots, size, index = self._decode_rows(call.sequences)
+        program = DecodeProgram(size, "constrained", single_step=True, width=call.width)
+        operands = call.operands(self.shapes.dp_size * size, index)
+        return AsyncOutput(self._decode(program, slots, **operands), index)
 
     def _decode_rows(
         self, sequences: Sequence[SequenceState]
@@ -323,15 +322,15 @@ class ModelRunner:
         return output
 
     def _decode(
-        self, program: DecodeProgram, slots: list[list[int]], masks: np.ndarray | None = None
+        self, program: DecodeProgram, slots: list[list[int]], **operands: Any
     ) -> SamplerOutput:
+        """Run a program, a constrained one with `ConstrainedCall.operands`."""
         past_the_last = self.shapes.dp_size * self.shapes.slots
         padded = np.full((self.shapes.dp_size, program.rows), past_the_last, np.int32)
         for row, shard in zip(padded, slots, strict=True):
             row[: len(shard)] = shard
-        more = {} if masks is None else {"masks": masks}
         self._state, sampled = self._compiled[program](
-            self.weights, padded.reshape(-1), self._state, **more
+            self.weights, padded.reshape(-1), self._state, **operands
         )
         return self._to_host(sampled)
 

@@ -74,6 +74,11 @@ class ReasoningGrammar:
         made.grammar = self.grammar.copy()
         return made
 
+    def forced(self) -> list[int]:
+        """Tokens that must follow, as in `Matcher.forced`; none while it may reason."""
+        reasons = self._inside or self.begin_token is not None
+        return [] if reasons else self.grammar.forced()
+
     @property
     def is_ended(self) -> bool:
         """Return whether no further token is possible, as in `Matcher.is_ended`."""

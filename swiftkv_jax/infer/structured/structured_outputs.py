@@ -194,6 +194,9 @@ class GrammarMatcher:
     def copy(self) -> Self:
         return type(self)(self._matcher.deep_copy(), self._executor, self.grammar)
 
+    def forced(self) -> list[int]:
+        return self._matcher.compute_ff_tokens()
+
     @property
     def is_ended(self) -> bool:
         return self._matcher.is_stopped() and not self._matcher.is_error()

@@ -63,6 +63,10 @@ class TokenFilter:
             made.grammar = self.grammar.copy()
         return made
 
+    def forced(self) -> list[int]:
+        """Tokens that must follow, as in `Matcher.forced`."""
+        return [] if self.grammar is None else self.grammar.forced()
+
     @property
     def is_ended(self) -> bool:
         """Return whether no further token is possible, as in `Matcher.is_ended`."""

@@ -47,6 +47,11 @@ class Digits:
     def copy(self):
         return dataclasses.replace(self, accepted=list(self.accepted))
 
+    def forced(self):
+        """The tokens that follow, each third of them wrong."""
+        whole = [10 + (3 + at) % 10 - (at % 3 == 2) for at in range(self.count)]
+        return whole[len(self.accepted) :]
+
     @property
     def is_ended(self):
         return self.eos is None and len(self.accepted) == self.count
@@ -154,6 +159,9 @@ class Among:
 
     def copy(self):
         return self
+
+    def forced(self):
+        return []
 
     is_ended = False
     error = ""

@@ -1,6 +1,8 @@
 """Reasoning before a grammar, as the masks allow it."""
 
-from swiftkv_jax.infer.engine.grammar import masks_of
+import numpy as np
+
+from swiftkv_jax.infer.engine.grammar import fill_rows, mask_words
 from swiftkv_jax.infer.structured.reasoning_grammar import ReasoningGrammar
 
 VOCAB, EOS, BEGIN, END, X, Y = 70, 0, 68, 69, 5, 6
@@ -27,6 +29,9 @@ class OnlyX:
         made.given = [*self.given]
         return made
 
+    def forced(self):
+        return [X]
+
     @property
     def is_ended(self):
         return bool(self.given)
@@ -44,7 +49,8 @@ def matcher(begin_token=None) -> ReasoningGrammar:
 
 
 def allowed(*matchers) -> list[set[int]]:
-    masks = masks_of(matchers, VOCAB)
+    masks = np.zeros((len(matchers), mask_words(VOCAB)), np.uint32)
+    fill_rows(dict(enumerate(matchers)), masks)
     return [{t for t in range(96) if mask[t // 32] >> (t % 32) & 1} for mask in masks]
 
 

@@ -210,7 +210,7 @@ def test_options_of_speculation():
         ("enable_adaptive_verification", 1),
     ):
         with pytest.raises(UsageError, match=f"`speculative_config.{field}`={value}"):
-            SpeculativeConfig(**{field: value})
+            dataclasses.replace(SpeculativeConfig(), **{field: value})
     assert parse_speculative_config("{}") == SpeculativeConfig()
     one = parse_speculative_config('{"method": "ngram", "num_speculative_tokens": 1}')
     assert one == SpeculativeConfig(num_speculative_tokens=1)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from swiftkv_jax import UsageError
-from swiftkv_jax.infer.engine.grammar import masks_of
+from swiftkv_jax.infer.engine.grammar import fill_rows, mask_words
 from swiftkv_jax.infer.engine.requests import Request
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.infer.structured.token_filter import TokenFilter
@@ -17,7 +17,8 @@ from tests.infer.mock_model_runner import VOCAB, mock_engine
 
 
 def allowed_by(*matchers) -> list[list[int]]:
-    masks = masks_of(matchers, VOCAB)
+    masks = np.zeros((len(matchers), mask_words(VOCAB)), np.uint32)
+    fill_rows(dict(enumerate(matchers)), masks)
     bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
     assert not bits[:, VOCAB:].any()
     return [np.nonzero(row)[0].tolist() for row in bits]
