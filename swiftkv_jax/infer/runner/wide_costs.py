@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import statistics
 import time
 from collections.abc import Callable
 
@@ -18,8 +18,10 @@ from .shapes import Shapes
 
 MOST_CACHED = 1024
 """Most tokens of the sequences of a measurement."""
-SECONDS = 0.2
-"""Seconds of runs for each number of rows, with one of each program at least. The fastest count."""
+SECONDS = 0.3
+"""Seconds in which a ratio is measured again and again, for each number of rows."""
+SAMPLE = 0.02
+"""Seconds of calls whose average is a sample."""
 
 
 def measured_batch(shapes: Shapes, count: int) -> DecodeBatch:
@@ -60,15 +62,25 @@ def measure_wide_costs(
             for call in calls
         ]
         slots = [[shard * shapes.slots + row for row in range(rows)] for shard in shards]
-        best, begin = [math.inf, math.inf], time.perf_counter()
-        while math.inf in best or time.perf_counter() - begin < SECONDS:
-            fill(lambda count: measured_batch(shapes, count))
-            for index, program in enumerate(programs):
+
+        def seconds(program: DecodeProgram) -> float:
+            """Seconds of a call, on average over `SAMPLE`: other work on a CPU delays short calls
+            as it does long ones."""
+            total, count = 0.0, 0
+            while total < SAMPLE:
+                fill(lambda count: measured_batch(shapes, count))
                 start = time.perf_counter()
                 jax.block_until_ready(run(program, slots))
-                best[index] = min(best[index], time.perf_counter() - start)
-        narrow, wide = (one / call.steps for one, call in zip(best, calls, strict=True))
-        return wide / narrow
+                total, count = total + time.perf_counter() - start, count + 1
+            return total / count
+
+        ratios, begin = [], time.perf_counter()
+        while not ratios or time.perf_counter() - begin < SECONDS:
+            narrow, wide = (
+                seconds(program) / call.steps for program, call in zip(programs, calls, strict=True)
+            )
+            ratios.append(wide / narrow)
+        return statistics.median(ratios)
 
     shards = range(shapes.dp_size)
     costs = tuple(cost(rows) for rows in shapes.decode_rows)

@@ -5,10 +5,12 @@ import functools
 import random
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from swiftkv_jax.errors import UsageError
+from swiftkv_jax.infer.bench.dummy import dummy_model
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.requests import Request
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
@@ -17,6 +19,8 @@ from swiftkv_jax.infer.engine.speculation import (
     SpeculativeConfig,
     parse_speculative_config,
 )
+from swiftkv_jax.model.config import LayerKind
+from swiftkv_jax.model.mesh import make_mesh
 from tests.infer.engine.own_kv_engines import LONG, engine_of, mode_of, model, options
 
 MODES = [("boundary", 4, 48), ("own", 2, 48), ("tail 6 g=2", 4, 96)]
@@ -225,3 +229,54 @@ def test_options_of_speculation():
     shared = options("own g=2", speculative=SpeculativeConfig(num_speculative_tokens=3))
     with pytest.raises(UsageError, match="needs `exact_tail` of 1 or more"):
         Engine.from_model(model("g=2"), shared)
+
+
+WINDOW_AND_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_token": 2,
+    "layer_kinds": (LayerKind(window=9), LayerKind()) * 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "mesh", "changed"),
+    [
+        ({}, None, WINDOW_AND_EXPERTS),
+        ({"kv_cache_dtype": "int8"}, None, {}),
+        pytest.param({"kv_cache_dtype": "fp8"}, None, {}, marks=LONG),
+        pytest.param({}, (2, 2), {}, marks=LONG),
+    ],
+    ids=["a window and experts", "int8 cache", "fp8 cache", "mesh 2x2"],
+)
+def test_with_other_caches_layers_and_devices(fields, mesh, changed):
+    """One engine: without drafts by request, and then with them. An 8-bit cache of tokens that came
+    in a block may round otherwise, by a unit in the last place of a product."""
+    chosen = options(
+        "boundary",
+        scoring=False,
+        chunks=(16,),
+        max_num_seqs=8 if mesh else 4,
+        speculative=SpeculativeConfig(num_speculative_tokens=3, enable_adaptive_verification=False),
+        **fields,
+    )
+    made = model()
+    if changed:
+        made = dummy_model(dataclasses.replace(made.config, **changed), jnp.float32, teacher=False)
+    engine = Engine.from_model(made, chosen, mesh=None if mesh is None else make_mesh(mesh))
+    requests = [
+        dataclasses.replace(one, speculative=False, prediction=()) for one in requests_of(7, 16)
+    ]
+    expected = answers(engine, requests)
+    drafting = [
+        dataclasses.replace(one, speculative=True, prediction=expected[number, 0][0])
+        for number, one in enumerate(requests)
+    ]
+    found = answers(engine, drafting)
+    assert engine.stats.speculation.accepted_tokens > 80
+    if "kv_cache_dtype" in fields:
+        differ = [key for key in expected if found[key][0] != expected[key][0]]
+        assert len(differ) <= 1
+        for key in set(expected) - set(differ):
+            np.testing.assert_allclose(found[key][1], expected[key][1], atol=1e-3)
+    else:
+        check_equal(expected, found)
