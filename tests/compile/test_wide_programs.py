@@ -13,15 +13,8 @@ from swiftkv_jax.plan.topology import topology_mesh
 from tests.compile.compiled import with_kernels
 
 MIB = 2**20
-H200, H200_8, V6E, V6E_8 = (
-    ("h200:1", (1, 1)),
-    ("h200:8", (1, 8)),
-    ("v6e:2x2", (1, 1)),
-    (
-        "v6e:2x4",
-        (1, 8),
-    ),
-)
+H200, H200_8 = ("h200:1", (1, 1)), ("h200:8", (1, 8))
+V6E, V6E_8 = ("v6e:2x2", (1, 1)), ("v6e:2x4", (1, 8))
 TWO_CACHES = dataclasses.replace(
     LLAMA_8B,
     key_value_group_size=4,
@@ -62,6 +55,7 @@ def test_blocks(name):
     assert text.count(target) >= config.num_layers, "each layer attends with a kernel"
     assert all(kernel.spilled == 0 for kernel in kernels)
     assert "callback" not in text
-    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    memory: Any = compiled.memory_analysis()
+    temporaries = memory.temp_size_in_bytes
     print(f"{name}: temporaries {temporaries / MIB:.1f} MiB")
     assert temporaries <= 512 * MIB

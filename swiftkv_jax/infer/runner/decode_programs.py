@@ -225,9 +225,6 @@ def decode(
             sampled = sample(allowed, batch.sampling, counts, batch.length, reported=logits)
             token_counts = update_token_counts(token_counts, slots, sampled.token, active)
         cache = keep_cache_sharding(config, cache, attention)
-        if history is not None:
-            new = batch.length[:, None], sampled.token[:, None], active[:, None]
-            history = extend_history(history, slots, batch, *new)
         carry = cache, batch.advance(sampled.token), token_counts, history
         return carry, sampled._replace(token=jnp.where(active, sampled.token, -1))
 
@@ -281,6 +278,11 @@ def decode(
         sampled = jax.tree.map(
             lambda leaf: leaf.reshape(leaf.shape[0], -1, *leaf.shape[3:]), sampled
         )
+    elif history is not None:
+        before = state.batch.gather(slots)
+        position = before.length[:, None] + jnp.arange(steps)
+        emitted = sampled.token >= 0
+        history = extend_history(history, slots, before, position, sampled.token, emitted)
     state = DecodeState(
         cache,
         replicate(state.batch.scatter(slots, batch), attention),

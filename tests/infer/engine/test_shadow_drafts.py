@@ -3,6 +3,7 @@
 import dataclasses
 import random
 
+import numpy as np
 import pytest
 
 from swiftkv_jax.infer.engine.engine import Engine
@@ -109,3 +110,13 @@ def test_costs_are_those_of_steps(monkeypatch):
 def test_costs_are_measured_for_each_size():
     _, wide = engines(*MODES[0])
     assert [cost > 0 for cost in wide.model_runner.wide_costs] == [True]
+
+
+@pytest.mark.parametrize("cost", [1e9, 0.0], ids=["narrow", "wide"])
+def test_the_device_has_the_text_of_a_sequence(cost):
+    """Calls of both widths write what they emit, so that later ones find it."""
+    engine = adaptive(cost)
+    params = SamplingParams(max_tokens=21, ignore_eos=True, temperature=1.0, seed=2)
+    found = answers(engine, [Request([5, 9], params)])[0, 0][0]
+    texts = np.asarray(engine.model_runner._state.history)[:, : 2 + 21].tolist()
+    assert [5, 9, *found] in texts
