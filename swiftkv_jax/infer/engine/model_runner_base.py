@@ -19,8 +19,8 @@ class ModelRunnerBase(Protocol):
 
     shapes: Shapes
     wide_costs: tuple[float, ...]
-    """What a step of a wide call costs beside one of width 1, for each of `Shapes.decode_rows`;
-    known after `prepare`, and equal in all processes."""
+    """Cost of a step of a wide call beside one of width 1, for each of `Shapes.decode_rows`; known
+    after `prepare`, and equal in all processes."""
 
     def prepare(self) -> None:
         """Compile everything, allocate the memory, and start counting compilations: after this

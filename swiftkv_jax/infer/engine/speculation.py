@@ -201,7 +201,7 @@ class DecodeCalls:
         return (width, drafts) if pays else (1, none)
 
     def _draft(self, sequence: SequenceState, most: int) -> HostDraft:
-        """What the grammar forces, and then what the text suggests."""
+        """Tokens that the grammar forces, and then those that the text suggests."""
         if sequence.matcher is None or not sequence.has_drafts:
             return HostDraft()
         most = min(most, sequence.num_remaining_tokens - 1)
