@@ -102,7 +102,7 @@ def test_students_of_a_real_model_in_the_readme_are_the_measured_ones():
     pairs = next(
         cell
         for cell in document["cells"]
-        if cell["key_value_group_size"] == 2 and cell["generated_kv"] == "own"
+        if cell.get("key_value_group_size") == 2 and cell["generated_kv"] == "own"
     )
     above = pairs["texts"]["english"]["above"]
     lost = f"{100 * above['value']:.1f} ± {100 * above['stderr']:.1f} %"
