@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -192,7 +193,8 @@ def test_drafts_of_the_prediction_are_told_from_others():
     params = SamplingParams(max_tokens=30, ignore_eos=True, temperature=1.0, seed=8)
     answer = answers(narrow, [Request([5, 9], params)])[0, 0][0]
     wrong = [*answer[:12], *([60 - answer[12]] * 3), *answer[12:]]
-    found = drafts_of(wide, Request([5, 9], params, prediction=wrong))
+    prediction: Any = np.array(wrong)
+    found = drafts_of(wide, Request([5, 9], params, prediction=prediction))
     assert found.predicted > found.predicted_accepted >= 12 and found.accepted < found.tokens
 
 
