@@ -134,11 +134,20 @@ def test_the_packaged_chat_template(tokenizer, tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_the_demo_model_takes_chats():
-    """As docs/server.md shows."""
-    with serving(demo.SWIFTKV, *SMALL, "--chat-template", "plain") as server:
+    """As docs/server.md shows. A prediction changes no answer."""
+    drafts = "--speculative-config", "{}"
+    with serving(demo.SWIFTKV, *SMALL, *drafts, "--chat-template", "plain") as server:
         body = {"messages": [{"role": "user", "content": "def f(x):"}], "max_tokens": 8}
         answer = server.ask("/v1/chat/completions", body | {"stop": ["\nuser:"]})
-        assert answer["choices"][0]["message"]["content"]
+        text = answer["choices"][0]["message"]["content"]
+        assert text
+        body |= {"max_tokens": 40, "temperature": 0}
+        plain = server.ask("/v1/chat/completions", body)["choices"]
+        content = plain[0]["message"]["content"]
+        again = body | {"prediction": {"type": "content", "content": content}}
+        answer = server.ask("/v1/chat/completions", again)
+        assert answer["choices"] == plain
+        assert answer["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
 
 
 def test_a_port_in_use_is_one_line(capsys):
