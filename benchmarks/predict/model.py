@@ -303,26 +303,28 @@ class StepModel:
 
     # Decoding -----------------------------------------------------------------
 
-    def decode_seconds(self, lengths: Sequence[int], keys: int) -> float:
+    def decode_seconds(
+        self, lengths: Sequence[int], keys: int, *, lower_layers: bool = True
+    ) -> float:
         """One step of rows of `lengths` positions, their new ones among them and 0 for rows without
-        a sequence, whose page tables have room for `keys`."""
+        a sequence, whose page tables have room for `keys`; without `lower_layers` the rest of a
+        student's, where a chunk of prefill goes on to it."""
         device = self.device
         config = self.config
         rows = len(lengths)
+        prefilled = 0 if lower_layers else self.variant.prefill_bytes
+        layers = config.num_layers - (0 if lower_layers else self._self_layers)
         products = max(
             rows * decode_flops(config, 0, swiftkv=self.variant.swiftkv) / self._product_rate(rows),
-            self.variant.weight_bytes / (device.weights_share * device.copy),
+            (self.variant.weight_bytes - prefilled) / (device.weights_share * device.copy),
         )
         logits = _LOGITS_PASSES * 4 * rows * config.vocab_size / device.copy
-        small = (
-            self._self_layers * SMALL_SELF
-            + (config.num_layers - self._self_layers) * SMALL_CROSS
-            + self._groups * SMALL_PER_GROUP
-            + SMALL_REST
-        )
+        small = (config.num_layers - self._self_layers) * SMALL_CROSS + SMALL_REST
+        if lower_layers:
+            small += self._self_layers * SMALL_SELF + self._groups * SMALL_PER_GROUP
         if self.fp8 and rows > 1:
-            small += config.num_layers * SMALL_FP8
+            small += layers * SMALL_FP8
         attended = decode_attention_seconds(
             device, config, self.cache, self.page_size, keys, tuple(lengths)
         )
-        return products + logits + small * device.launch + config.num_layers * attended
+        return products + logits + small * device.launch + layers * attended

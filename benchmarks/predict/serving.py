@@ -107,8 +107,17 @@ class PredictedRunner:
             self._rows[sequence.slot] = cached, sequence.num_remaining_tokens
 
     def run_chunk(self, chunk: Chunk) -> AsyncOutput | None:
-        if not any(chunk.shards):
-            return None
+        return self._run(self._chunk_seconds(chunk)) if any(chunk.shards) else None
+
+    def run_last_chunk(self, chunk: Chunk) -> AsyncOutput:
+        (sequence,) = chunk.finished_prefill
+        cached, left = self._rows[sequence.slot]
+        self._rows[sequence.slot] = cached + 1, left - 1
+        keys = self.shapes.table_pages * self.shapes.page_size
+        rest = self.model.decode_seconds([cached + 1], keys, lower_layers=False)
+        return self._run(self._chunk_seconds(chunk) + rest, np.zeros((1, 1), int))
+
+    def _chunk_seconds(self, chunk: Chunk) -> float:
         page = self.shapes.page_size
         needs = chunk_needs(chunk.shards, page)
         size, num_tiles, context = self.shapes.chunk(needs.tokens, needs.tiles, needs.context_pages)
@@ -118,7 +127,7 @@ class PredictedRunner:
             for start in range(scheduled.start // page * page, scheduled.stop, page)
         ]
         tiles += [0] * (num_tiles - len(tiles))
-        return self._run(self.model.chunk_seconds(size, tiles, context))
+        return self.model.chunk_seconds(size, tiles, context)
 
     def run_decode(self, sequences: Sequence[SequenceState], call: DecodeCall) -> AsyncOutput:
         steps = call.steps

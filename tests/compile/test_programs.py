@@ -139,8 +139,10 @@ TAIL = UpperProgram(CHUNK, 64, None, scores=False)
     [
         ("8B on an H200", PREFILL, 2 + 2),  # lower layers, prompt attention
         ("8B on an H200", TAIL, 2 + 2 + 3),  # of the last layer only keys and values are needed
+        ("8B on an H200", "first_token", 4 * 2),  # of the upper layers, as in a decode step
         ("8B on an H200", DECODE, 2 + 4 + 1),  # in the second prompt attention layer twice
         ("8B on a v6e", PREFILL, 2 + 2),
+        ("8B on a v6e", "first_token", 4),
         ("8B on a v6e", DECODE, 2 + 4 + 1),
     ],
 )

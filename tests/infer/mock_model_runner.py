@@ -133,6 +133,13 @@ class MockModelRunner:
         scores = "scores" if likeliest else None
         return AsyncOutput((likeliest, None), scores) if scheduled_tokens else None
 
+    def run_last_chunk(self, chunk: Chunk) -> AsyncOutput:
+        assert self.shapes.first_tokens and 0 < chunk.num_tokens < self.shapes.chunks[-1]
+        self.run_chunk(chunk)
+        self.calls[-1] += " and go on"
+        (sequence,) = chunk.finished_prefill
+        return self._decode([sequence], DecodeCall(1))
+
     def run_decode(self, sequences: Sequence[SequenceState], call: DecodeCall) -> AsyncOutput:
         assert all(sequence.matcher is None for sequence in sequences)
         rows = max(collections.Counter(one.request_state.dp_rank for one in sequences).values())
@@ -279,6 +286,7 @@ def mock_engine(
     window: int | None = None,
     exact_tail: int | None = None,
     width: int = 1,
+    first_tokens: bool = False,
     **options,
 ) -> tuple[Engine, MockModelRunner]:
     """With `exact_tail` the model keeps own keys and values."""
@@ -299,6 +307,7 @@ def mock_engine(
         scoring=True,
         single_step_rows=single_step_rows,
         widths=(width,) * (width > 1),
+        first_tokens=first_tokens,
     )
     runner = MockModelRunner(shapes, window)
     config = dataclasses.replace(

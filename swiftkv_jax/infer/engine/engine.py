@@ -285,12 +285,13 @@ class Engine[R: ModelRunnerBase]:
             scheduler.pending_removals.clear()
         if grown:
             runner.update_pages(grown)
-        sent = Sent()
+        sent, goes_on = Sent(), False
         for _ in range(self.options.max_prefill_chunks or self._calls.steps):
             if (chunk := scheduler.schedule_prefill()) is None:
                 break
             self.stats.idle_seconds += self._idle.look()
-            output = runner.run_chunk(chunk)
+            goes_on = decode and self._calls.goes_on(chunk)
+            output = None if goes_on else runner.run_chunk(chunk)
             sent.chunks.append((chunk, output))
             runner.add_sequences(chunk.finished_prefill)
             self.stats.add_chunk(chunk, output.num_padding if output is not None else 0)
@@ -309,9 +310,12 @@ class Engine[R: ModelRunnerBase]:
                 sent.constrained = call, runner.run_decode_constrained(call)
                 self.stats.decode_calls += 1
         if sequences := scheduler.ready_to_decode():
-            sent.sequences, sent.call = sequences, self._calls.choose(sequences)
+            sent.sequences, sent.call = sequences, self._calls.choose(sequences, goes_on)
             scheduler.plan_decode(sequences, sent.call)
-            sent.tokens = runner.run_decode(sequences, sent.call)
+            if goes_on:
+                sent.tokens = runner.run_last_chunk(sent.chunks[-1][0])
+            else:
+                sent.tokens = runner.run_decode(sequences, sent.call)
             self.stats.decode_calls += 1
         return sent if sent.chunks or sent.sequences or sent.constrained else None
 

@@ -48,6 +48,12 @@ class ModelRunnerBase(Protocol):
         token, in the order of `Chunk.scheduled_tokens`."""
         ...
 
+    def run_last_chunk(self, chunk: Chunk) -> AsyncOutput:
+        """`run_chunk`, and one step of the sequence whose prompt the chunk ends, which has been
+        added, in one call. `read` returns B 1. Needs `Shapes.first_tokens`, and room in a chunk for
+        one token more."""
+        ...
+
     def run_decode(self, sequences: Sequence[SequenceState], call: DecodeCall) -> AsyncOutput:
         """Decode. `read` returns up to M T tokens for each sequence, in `call.steps` (M) steps of
         `call.width` (T) tokens or fewer: B M T, -1 or `REJECTED` where there is none. `steps` is

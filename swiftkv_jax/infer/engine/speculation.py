@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from .model_runner_base import ModelRunnerBase
-    from .request_state import SequenceState
+    from .request_state import Chunk, SequenceState
     from .scheduler import Scheduler
 
 MAX_SPECULATIVE_TOKENS = 15
@@ -159,9 +159,25 @@ class DecodeCalls:
         one = rows and self._scheduler.most_running <= rows
         return 1 if one else self._shapes.decode_steps
 
-    def choose(self, sequences: Sequence[SequenceState]) -> DecodeCall:
+    def goes_on(self, chunk: Chunk) -> bool:
+        """Whether `chunk` ends the prompt of a sequence while there is nothing else to run, and has
+        room for its last token: then one call runs both (`Shapes.first_tokens`)."""
+        scheduler = self._scheduler
+        others = scheduler.num_running != 1 or scheduler.waiting or scheduler.prefilling
+        tokens = [scheduled for _, scheduled in chunk.scheduled_tokens()]
+        ended = chunk.finished_prefill
+        if not self._shapes.first_tokens or others or len(tokens) != 1 or len(ended) != 1:
+            return False
+        takes = ended[0].matcher is None and not any(chunk.page_copies)
+        # An exact head may end later than the target.
+        ends = tokens[0].stop == ended[0].request_state.prefill_target
+        return takes and ends and tokens[0].num_tokens < self._shapes.chunks[-1]
+
+    def choose(self, sequences: Sequence[SequenceState], one_step: bool = False) -> DecodeCall:
         """The call for these sequences: wide if one of them has drafts, and all have pages for the
-        most that they can emit."""
+        most that they can emit; `one_step` if a chunk goes on to it."""
+        if one_step:
+            return DecodeCall(1)
         narrow = DecodeCall(self.steps)
         if not self._shapes.widths or not any(one.has_drafts for one in sequences):
             return narrow

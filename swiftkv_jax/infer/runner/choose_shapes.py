@@ -34,6 +34,9 @@ RIDGE_TOKENS = 256.0
 GPU_DECODE_ROWS = (1, 8, 32, 64, 96, 128, 192, 256, 384)
 """Sizes of a decode call by default on a GPU: from some 64 rows on, the time of a step grows with
 the rows."""
+FIRST_TOKENS = ("gpu", "tpu")
+"""Platforms whose engines go on from a chunk to the first token (`Shapes.first_tokens`). On a CPU
+it would save little beside the prompt."""
 MAX_BLOCK_QUERIES = 64
 """Most queries of a step for each key/value head: what the decode kernels take."""
 WIDTHS = ((1, 16), (8, 8), (1 << 30, 4))
@@ -115,6 +118,7 @@ def choose_shapes(
         has_own_start=has_own_start(config),
         pages_per_own_page=config.pages_per_own_page,
         tail=_tail(config, preempts=options.reserve_tokens < length),
+        first_tokens=platform in FIRST_TOKENS and dp_size == 1 and _first_tokens(config, options),
     )
     if options.speculative is not None:
         shapes = with_widths(shapes, config, options.speculative)
@@ -237,6 +241,14 @@ def _tail(config: Config, *, preempts: bool) -> int:
     prefilled after a preemption."""
     reruns = preempts and config.num_upper_layers > 0 and config.generated_kv == "own"
     return max(config.exact_tail - 1, int(reruns))
+
+
+def _first_tokens(config: Config, options: EngineOptions) -> bool:
+    """Whether the last token of a prompt can run in a chunk: for a student, whose upper layers see
+    it as they see the others; of a teacher all layers would run for all tokens. With `one_size` no
+    request is alone."""
+    plain = config.num_upper_layers > 0 and kv_programs(config) == "boundary"
+    return plain and options.speculative is None and not options.one_size
 
 
 def with_contexts(shapes: Shapes) -> Shapes:

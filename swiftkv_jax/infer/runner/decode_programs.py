@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt16, UInt32
 
 from ...model.attention import DEFAULT, Attention
 from ...model.cache import KVCache, Pool, cache_sharding, map_cache, row_sharding, write_token
@@ -97,42 +97,10 @@ def decode_logits(
 
         return write
 
-    def reader(table, lengths, *, folded: bool = False, **options: Any):
-        """Attention to a pool; with `folded` all queries of a row see the same positions."""
-        query = (active.shape[0], width, config.num_heads, config.head_dim)
-        query = jax.ShapeDtypeStruct(query, weights.embed.dtype)
-        fold: SeparateQueries | FoldedQueries = SeparateQueries()
-        if folded and width > 1:
-            fold = FoldedQueries(config.num_kv_heads, width)
-        plans = {  # the same for all layers with a window
-            window: attention.plan_decode(
-                jax.eval_shape(fold.fold, query),
-                cache.k[0].values,
-                lengths,
-                page_table=table,
-                window=window,
-                score_options=score_options(config),
-            )
-            for window in dict.fromkeys(kind.window for kind in config.kinds)
-        }
-
-        def read(q, k: Pool, v: Pool, window: int | None) -> Any:
-            read = attention.decode(
-                fold.fold(q),
-                k.values,
-                v.values,
-                lengths,
-                k_scale=k.scale,
-                v_scale=v.scale,
-                page_table=table,
-                plan=plans[window],
-                window=window,
-                score_options=score_options(config),
-                **options,
-            )
-            return jax.tree.map(fold.unfold, read)
-
-        return read
+    def reader(table, lengths, **options: Any):
+        return pool_reader(
+            config, weights, cache, table, lengths, width=width, attention=attention, **options
+        )
 
     written = real
     if config.exact_head and kv != "own":  # prefill has written what position 0 keeps
@@ -181,6 +149,73 @@ def decode_logits(
     return unembed(config, weights, x), cache
 
 
+def pool_reader(
+    config: Config,
+    weights: Weights,
+    cache: KVCache,
+    table: Int[Array, "B P"],
+    lengths: Int[Array, " B"],
+    *,
+    width: int = 1,
+    folded: bool = False,
+    attention: Attention = DEFAULT,
+    **options: Any,
+):
+    """Attention of rows of `width` queries to the pages in `table`; with `folded` all queries of a
+    row see the same positions."""
+    query = (lengths.shape[0], width, config.num_heads, config.head_dim)
+    query = jax.ShapeDtypeStruct(query, weights.embed.dtype)
+    fold: SeparateQueries | FoldedQueries = SeparateQueries()
+    if folded and width > 1:
+        fold = FoldedQueries(config.num_kv_heads, width)
+    plans = {  # the same for all layers with a window
+        window: attention.plan_decode(
+            jax.eval_shape(fold.fold, query),
+            cache.k[0].values,
+            lengths,
+            page_table=table,
+            window=window,
+            score_options=score_options(config),
+        )
+        for window in dict.fromkeys(kind.window for kind in config.kinds)
+    }
+
+    def read(q, k: Pool, v: Pool, window: int | None) -> Any:
+        read = attention.decode(
+            fold.fold(q),
+            k.values,
+            v.values,
+            lengths,
+            k_scale=k.scale,
+            v_scale=v.scale,
+            page_table=table,
+            plan=plans[window],
+            window=window,
+            score_options=score_options(config),
+            **options,
+        )
+        return jax.tree.map(fold.unfold, read)
+
+    return read
+
+
+def emit(
+    logits: Float[Array, "B V"],
+    batch: DecodeBatch,
+    slots: Int[Array, " B"],
+    token_counts: UInt16[Array, "S V"],
+    masks: UInt32[Array, "B _"] | None = None,
+) -> tuple[SamplerOutput, UInt16[Array, "S V"]]:
+    """The next token of each sequence, of those that `masks` allow, and the counts with it."""
+
+    def counts():
+        return token_counts.at[slots].get(mode="clip")
+
+    allowed = logits if masks is None else apply_masks(logits, masks)
+    sampled = sample(allowed, batch.sampling, counts, batch.length, reported=logits)
+    return sampled, update_token_counts(token_counts, slots, sampled.token, batch.remaining > 0)
+
+
 @functools.partial(
     jax.jit,
     static_argnames=("config", "steps", "attention", "greedy", "drafting"),
@@ -217,13 +252,7 @@ def decode(
         if greedy:
             sampled = sample_greedy(logits)
         else:
-            allowed = logits if masks is None else apply_masks(logits, masks)
-
-            def counts():
-                return token_counts.at[slots].get(mode="clip")
-
-            sampled = sample(allowed, batch.sampling, counts, batch.length, reported=logits)
-            token_counts = update_token_counts(token_counts, slots, sampled.token, active)
+            sampled, token_counts = emit(logits, batch, slots, token_counts, masks)
         cache = keep_cache_sharding(config, cache, attention)
         carry = cache, batch.advance(sampled.token), token_counts, history
         return carry, sampled._replace(token=jnp.where(active, sampled.token, -1))

@@ -22,6 +22,7 @@ from ..engine.grammar import mask_words
 from .decode_programs import copy_pages, decode
 from .decode_state import PageTables, insert_row, insert_sequences, update_page_tables
 from .drafts import Drafting
+from .first_token import first_token
 from .kv_heads import with_kv_head_copies
 from .layout import Layout
 from .prefill_chunk import (
@@ -104,7 +105,10 @@ StateUpdate = Literal["insert", "page_tables", "token_counts", "history", "copy"
 """The programs that write sequences, page tables, token counts, text or pages into the decode
 state."""
 
-Program = PrefillProgram | UpperProgram | DecodeProgram | StateUpdate
+FirstToken = Literal["first_token"]
+"""The program that goes on from a chunk to the first token of a prompt."""
+
+Program = PrefillProgram | UpperProgram | DecodeProgram | StateUpdate | FirstToken
 """Identifies a compiled program of an engine."""
 
 
@@ -137,7 +141,8 @@ def lower_all(
                 chunk = _chunk(layout, shapes, tokens, tiles, context)
                 operands = served, weights, joined(chunk), state.cache
                 program = PrefillProgram(tokens, tiles, context)
-                add(program, prefill_chunk, *operands, attention=attention)
+                last = {"last_token": True} if shapes.first_tokens else {}
+                add(program, prefill_chunk, *operands, attention=attention, **last)
             chunk = _chunk(layout, shapes, tokens, shapes.tiles(tokens)[-1], context)
             for upper in shapes.tails(tokens):
                 both = chunk, _upper(layout, shapes, upper)
@@ -179,6 +184,9 @@ def lower_all(
             }
             program = DecodeProgram(rows, "constrained", single_step=True, width=width)
             add(program, decode, *operands, **one_step, **given)
+    if shapes.first_tokens:
+        x = layout.array((1, served.embed_dim), weights.embed.dtype)
+        add("first_token", first_token, served, weights, x, ints(1), state, attention=attention)
     new = layout.batch(INSERT_SEQUENCES, shapes)
     add("insert", insert_sequences, state.batch, ints(INSERT_SEQUENCES), new)
     tables = PageTables(new.page_table, new.own_page_table)
@@ -326,6 +334,8 @@ def _shapes_of(program: Program, page_size: int) -> dict[str, Any]:
         case UpperProgram(tokens, upper_tokens, context, scores):
             upper = {"scoring": True} if scores else {"tail": upper_tokens}
             return {"chunks": (tokens,), "contexts": (context,), **upper}
+        case "first_token":
+            return {"first_tokens": True}
         case DecodeProgram(rows, width=width):
             kinds = {"decode_rows": (rows,), "decode_kinds": ("sampling", "greedy")}
             return kinds if width == 1 else {**kinds, "widths": (width,)}

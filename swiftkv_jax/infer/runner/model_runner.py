@@ -175,6 +175,9 @@ class ModelRunner:
                     self._prefill(program, empty)
                 elif isinstance(program, DecodeProgram) and program.kind != "constrained":
                     self._decode(program, [[] for _ in empty])
+                elif program == "first_token":
+                    embed = self.weights.embed
+                    self._first_token(np.zeros((1, embed.shape[1]), embed.dtype), self.shapes.slots)
                 elif isinstance(program, DecodeProgram):
                     call = constrained_call([], [], program.width, self.config.vocab_size)
                     operands = call.operands(self.shapes.dp_size * program.rows, [])
@@ -186,7 +189,7 @@ class ModelRunner:
             if self.shapes.widths:
                 row, _ = history_of([], [], [], self.shapes.history_size)
                 self._insert_row("history", 0, row)
-            self._update_pages([], self._page_tables([]))
+            self._write("page_tables", [], self._page_tables([]))
         jax.block_until_ready(self._state)
         self.wide_costs = measure_wide_costs(self.shapes, self._fill, self._decode)
 
@@ -195,7 +198,7 @@ class ModelRunner:
         for some in itertools.batched(
             range(self.shapes.dp_size * self.shapes.slots), INSERT_SEQUENCES
         ):
-            self._insert(some, batch_of(len(some)))
+            self._write("insert", some, batch_of(len(some)))
         jax.block_until_ready(self._state)
 
     # Steps --------------------------------------------------------------------
@@ -203,7 +206,7 @@ class ModelRunner:
     def remove_sequences(self, slots: Sequence[int]) -> None:
         """See `ModelRunnerBase`."""
         for some in itertools.batched(slots, INSERT_SEQUENCES):
-            self._insert(some, self.shapes.empty_batch(len(some)))
+            self._write("insert", some, self.shapes.empty_batch(len(some)))
 
     def add_sequences(self, sequences: Sequence[SequenceState]) -> None:
         """See `ModelRunnerBase`."""
@@ -220,7 +223,7 @@ class ModelRunner:
                 own_start=own_start if self.shapes.has_own_start else None,
                 history_offset=offsets or None,
             )
-            self._insert([sequence.slot for sequence in some], batch)
+            self._write("insert", [sequence.slot for sequence in some], batch)
         for sequence in sequences:
             if sequence.params.has_penalty:
                 state = sequence.request_state
@@ -231,7 +234,8 @@ class ModelRunner:
     def update_pages(self, sequences: Sequence[SequenceState]) -> None:
         """See `ModelRunnerBase`."""
         for some in itertools.batched(sequences, INSERT_SEQUENCES):
-            self._update_pages([sequence.slot for sequence in some], self._page_tables(some))
+            slots = [sequence.slot for sequence in some]
+            self._write("page_tables", slots, self._page_tables(some))
 
     def _page_tables(self, sequences: Sequence[SequenceState]) -> PageTables:
         return page_tables(sequences, self.shapes.table_pages, self.shapes.pages_per_own_page)
@@ -245,6 +249,13 @@ class ModelRunner:
             output = self._prefill(program, chunk.shards)._replace(num_padding=padding)
         self._copy(chunk.page_copies)
         return output
+
+    def run_last_chunk(self, chunk: Chunk) -> AsyncOutput:
+        """See `ModelRunnerBase`."""
+        ((scheduled,),), (sequence,) = chunk.shards, chunk.finished_prefill
+        shards = [[dataclasses.replace(scheduled, stop=scheduled.stop + 1)]]
+        hidden = self._prefill(prefill_program(self.shapes, shards), shards).result
+        return AsyncOutput(self._first_token(hidden, sequence.slot), np.zeros(1, int))
 
     def run_decode(self, sequences: Sequence[SequenceState], call: DecodeCall) -> AsyncOutput:
         """See `ModelRunnerBase`."""
@@ -334,6 +345,12 @@ class ModelRunner:
         )
         return self._to_host(sampled)
 
+    def _first_token(self, hidden: jax.Array | np.ndarray, slot: int) -> SamplerOutput:
+        slots = np.array([slot], np.int32)
+        program = self._compiled["first_token"]
+        self._state, sampled = program(self.weights, hidden, slots, self._state)
+        return self._to_host(sampled)
+
     def _to_host(self, result: SamplerOutput) -> SamplerOutput:
         """Start copying a result to the host, before `read` asks for it."""
         for leaf in jax.tree.leaves(result):
@@ -352,27 +369,19 @@ class ModelRunner:
             cache = self._compiled["copy"](source, target, self._state.cache)
             self._state = dataclasses.replace(self._state, cache=cache)
 
-    def _insert(self, slots: Sequence[int], batch: DecodeBatch) -> None:
+    def _write(
+        self, name: Literal["insert", "page_tables"], slots: Sequence[int], rows: Any
+    ) -> None:
+        """Write the rows of these slots into the batch, padded to E with empty ones past
+        the last slot."""
         missing = INSERT_SEQUENCES - len(slots)
-        batch = jax.tree.map(
-            lambda leaf: np.concatenate([leaf, np.repeat(leaf[:1], missing, axis=0)]), batch
-        )
-        batch = self._compiled["insert"](self._state.batch, self._padded(slots), batch)
-        self._state = dataclasses.replace(self._state, batch=batch)
-
-    def _update_pages(self, slots: Sequence[int], tables: PageTables) -> None:
-        missing = INSERT_SEQUENCES - len(slots)
-        tables = jax.tree.map(
-            lambda table: np.pad(table, ((0, missing), *((0, 0),) * (table.ndim - 1))), tables
-        )
-        batch = self._compiled["page_tables"](self._state.batch, self._padded(slots), tables)
-        self._state = dataclasses.replace(self._state, batch=batch)
-
-    def _padded(self, slots: Sequence[int]) -> np.ndarray:
-        """i32[E]: these slots, padded with the number after the last slot."""
         past_the_last = self.shapes.dp_size * self.shapes.slots
-        missing = INSERT_SEQUENCES - len(slots)
-        return np.array([*slots, *[past_the_last] * missing], np.int32)
+        padded = np.array([*slots, *[past_the_last] * missing], np.int32)
+        rows = jax.tree.map(
+            lambda leaf: np.pad(leaf, ((0, missing), *((0, 0),) * (leaf.ndim - 1))), rows
+        )
+        batch = self._compiled[name](self._state.batch, padded, rows)
+        self._state = dataclasses.replace(self._state, batch=batch)
 
     def _insert_history(self, sequence: SequenceState) -> int:
         """Write the text of a sequence; returns its offset, -1 without drafts."""

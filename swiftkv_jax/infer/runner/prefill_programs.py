@@ -5,8 +5,8 @@
     scored and own tokens:      `run_upper_layers`  upper layers; for scores the logits
 
 A prompt token stops after `run_boundary`: that is SwiftKV. The last token of a prompt is the
-input of the first decode step, so prefill runs no upper layer and computes no logits; with
-`Config.exact_tail`, upper layers of the prompt's last tokens.
+input of the first decode step, or of `first_token`, so prefill runs no upper layer and computes no
+logits; with `Config.exact_tail`, upper layers of the prompt's last tokens.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ HEAD_ROWS = 256
 """Scored tokens whose logits are in memory at the same time."""
 
 
-@functools.partial(jax.jit, static_argnames=("config", "attention"), donate_argnames="cache")
+@functools.partial(
+    jax.jit, static_argnames=("config", "attention", "last_token"), donate_argnames="cache"
+)
 def prefill_chunk(
     config: Config,
     weights: Weights,
@@ -56,16 +58,23 @@ def prefill_chunk(
     cache: KVCache,
     *,
     attention: Attention = DEFAULT,
-) -> tuple[KVCache, Int[Array, ""]]:
+    last_token: bool = False,
+) -> tuple[KVCache, Int[Array, ""] | Float[Array, "A D"]]:
     """Write the keys and values of a chunk's tokens into the cache (see module `prefill_chunk`).
     The earlier tokens of their requests must be cached.
 
     Also returns a number to wait for: the cache itself is donated to the next call before this one
-    has ended.
+    has ended. With `last_token` that is the hidden state of each shard's last token at the SwiftKV
+    layer, for `first_token`.
     """
     chunk = tokens.split()
-    _, _, cache = _prefill(config, weights, chunk, cache, attention)
+    x, _, cache = _prefill(config, weights, chunk, cache, attention)
     done = chunk.tiles.query_end.max()
+    if last_token:
+        tiles = chunk.tiles
+        stop = (tiles.source + tiles.query_end - tiles.query_start).reshape(x.shape[0], -1)
+        last = jnp.maximum(stop.max(axis=1) - 1, 0)
+        done = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
     return keep_cache_sharding(config, cache, attention), replicate(done, attention)
 
 

@@ -59,6 +59,9 @@ class Shapes:
     tail: int = 0
     """Fewest prompt tokens that a prefill program can run through all layers; 0 if there is no such
     program."""
+    first_tokens: bool = False
+    """Whether a program goes on from the last chunk of a prompt that is alone to its first
+    token."""
     pages_per_own_page: int = 0
     """`Config.pages_per_own_page`."""
 

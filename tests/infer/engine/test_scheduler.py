@@ -331,6 +331,7 @@ def test_at_random(seed):
         window=random.Random(f"window {seed}").choice([None, 1, 3, 8, 21]),
         exact_tail=[None, 0, 1, 3, 9][seed % 5],
         width=random.Random(f"width {seed}").choice([1, 1, 2, 3, 4]),
+        first_tokens=dp_size == 1 and seed % 2 == 0,
     )
     prefixes = [prompt_of(number, rng.randint(1, 24)) for number in range(3)]
     live: dict[int, tuple[Request | ScoreRequest, dict[int, list[int]]]] = {}
