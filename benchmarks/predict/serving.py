@@ -20,6 +20,7 @@ from swiftkv_jax.infer.bench import options as bench_options
 from swiftkv_jax.infer.bench.cells import STUDENT, TEACHER
 from swiftkv_jax.infer.bench.summary import compare, derive, variant_of
 from swiftkv_jax.infer.bench.timing import Raw, measure
+from swiftkv_jax.infer.engine.constrained import ConstrainedCall
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.request_state import Chunk, SequenceState
@@ -58,6 +59,9 @@ class Clock:
 class PredictedRunner:
     """`ModelRunnerBase` without a device: one call after the other, each as long as predicted. The
     end of a call is the time at which its result can be read."""
+
+    wide_costs: tuple[float, ...] = ()
+    """None: calls with drafts are not predicted."""
 
     def __init__(
         self,
@@ -149,9 +153,7 @@ class PredictedRunner:
     def update_pages(self, sequences: Sequence[SequenceState]) -> None:
         pass
 
-    def run_decode_constrained(
-        self, sequences: Sequence[SequenceState], masks: np.ndarray
-    ) -> AsyncOutput:
+    def run_decode_constrained(self, call: ConstrainedCall) -> AsyncOutput:
         raise NotImplementedError("grammars are not predicted")
 
     def is_idle(self) -> bool:
