@@ -314,6 +314,7 @@ class Engine[R: ModelRunnerBase]:
             scheduler.plan_decode(sequences, sent.call)
             if goes_on:
                 sent.tokens = runner.run_last_chunk(sent.chunks[-1][0])
+                self.stats.padding_tokens += sent.tokens.num_padding
             else:
                 sent.tokens = runner.run_decode(sequences, sent.call)
             self.stats.decode_calls += 1

@@ -36,6 +36,7 @@ from .lowering import (
     DecodeProgram,
     PrefillProgram,
     Program,
+    StateUpdate,
     UpperProgram,
     compiler_defaults,
     lower_all,
@@ -254,8 +255,10 @@ class ModelRunner:
         """See `ModelRunnerBase`."""
         ((scheduled,),), (sequence,) = chunk.shards, chunk.finished_prefill
         shards = [[dataclasses.replace(scheduled, stop=scheduled.stop + 1)]]
-        hidden = self._prefill(prefill_program(self.shapes, shards), shards).result
-        return AsyncOutput(self._first_token(hidden, sequence.slot), np.zeros(1, int))
+        program = prefill_program(self.shapes, shards)
+        padding = program.tokens - chunk.num_tokens - 1
+        sampled = self._first_token(self._prefill(program, shards).result, sequence.slot)
+        return AsyncOutput(sampled, np.zeros(1, int), padding)
 
     def run_decode(self, sequences: Sequence[SequenceState], call: DecodeCall) -> AsyncOutput:
         """See `ModelRunnerBase`."""
@@ -369,9 +372,7 @@ class ModelRunner:
             cache = self._compiled["copy"](source, target, self._state.cache)
             self._state = dataclasses.replace(self._state, cache=cache)
 
-    def _write(
-        self, name: Literal["insert", "page_tables"], slots: Sequence[int], rows: Any
-    ) -> None:
+    def _write(self, name: StateUpdate, slots: Sequence[int], rows: Any) -> None:
         """Write the rows of these slots into the batch, padded to E with empty ones past
         the last slot."""
         missing = INSERT_SEQUENCES - len(slots)

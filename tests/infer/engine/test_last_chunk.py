@@ -41,6 +41,8 @@ def engine_with(first_tokens: bool) -> Engine[ModelRunner]:
 def test_answers(length, monkeypatch):
     """Of several lengths: within a chunk, filling one, in two; and again, from cached pages."""
     engine, calls = engine_with(True), []
+    stats = engine.stats
+    before = stats.prefilled_tokens + stats.padding_tokens
     compiled = engine.model_runner._compiled
 
     def recorded(program, *operands, run):
@@ -60,6 +62,9 @@ def test_answers(length, monkeypatch):
     assert isinstance(calls[first - 1], PrefillProgram)
     assert not any(isinstance(program, DecodeProgram) for program in calls[:first])
     assert calls.count("first_token") >= len(PARAMS)
+    tokens = sum(call.tokens for call in calls if isinstance(call, PrefillProgram))
+    added = stats.prefilled_tokens + stats.padding_tokens - before
+    assert tokens == added + calls.count("first_token")
 
 
 def test_which_chunks_go_on():
