@@ -23,6 +23,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from swiftkv_jax import demo
+from swiftkv_jax.infer.engine.constrained import ConstrainedCall
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.request_state import RequestState, SequenceState
@@ -94,15 +95,14 @@ class ScriptedModelRunner(MockModelRunner):
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def run_decode(self, sequences: Sequence[SequenceState], call: DecodeCall) -> AsyncOutput:
-        return self._decode(sequences, call)
+        return self._write_answers(sequences, call)
 
-    def run_decode_constrained(
-        self, sequences: Sequence[SequenceState], masks: np.ndarray
-    ) -> AsyncOutput:
-        allowed = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
-        return self._decode(sequences, DecodeCall(1), allowed)
+    def run_decode_constrained(self, call: ConstrainedCall) -> AsyncOutput:
+        assert call.width == 1, "the server has no --speculative-config"
+        allowed = np.unpackbits(call.masks[:, 0].view(np.uint8), axis=1, bitorder="little")
+        return self._write_answers(call.sequences, DecodeCall(1), allowed)
 
-    def _decode(
+    def _write_answers(
         self,
         sequences: Sequence[SequenceState],
         call: DecodeCall,

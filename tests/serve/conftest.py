@@ -69,7 +69,7 @@ def mock_loaded(
 ) -> tuple[Loaded, MockModelRunner]:
     """An engine without a model, with options of `mock_engine`, whose decode calls take
     `step_seconds`; and its model runner."""
-    usual = {"structured_outputs": True, "max_model_len": 256, "num_pages": 512}
+    usual: dict[str, Any] = {"structured_outputs": True, "max_model_len": 256, "num_pages": 512}
     made, runner = mock_engine(**usual | {"chunk": 64, "slots": 8} | (engine or {}))
     decode = runner.run_decode
 
