@@ -69,8 +69,9 @@ def mock_loaded(
 ) -> tuple[Loaded, MockModelRunner]:
     """An engine without a model, with options of `mock_engine`, whose decode calls take
     `step_seconds`; and its model runner."""
-    usual: dict[str, Any] = {"structured_outputs": True, "max_model_len": 256, "num_pages": 512}
-    made, runner = mock_engine(**usual | {"chunk": 64, "slots": 8} | (engine or {}))
+    options: dict[str, Any] = {"structured_outputs": True, "max_model_len": 256, "num_pages": 512}
+    options |= {"chunk": 64, "slots": 8} | (engine or {})
+    made, runner = mock_engine(**options)
     decode = runner.run_decode
 
     def slow(sequences, call):
