@@ -3,6 +3,8 @@ them."""
 
 import dataclasses
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from swiftkv_jax import UsageError
 from swiftkv_jax.model.mesh import MeshShape, make_mesh
 from swiftkv_jax.model.params import Param, map_params
 from swiftkv_jax.model.quantization import (
+    CPU_ROWS,
     Arithmetic,
     Quantized,
     Scheme,
@@ -35,7 +38,8 @@ from tests.pallas_kernels.interpreted import device_of
 
 FP8, INT8, NATIVE = Scheme("fp8"), Scheme("int8"), Scheme("fp8", "native")
 AUTO = Scheme("fp8", "auto")
-SCHEMES = {"fp8": FP8, "int8": INT8, "fp8 native": NATIVE, "fp8 auto": AUTO, "fp8 one row": AUTO}
+SCHEMES = {"fp8": FP8, "int8": INT8, "fp8 native": NATIVE, "fp8 auto": AUTO}
+SCHEMES |= {"fp8 one row": AUTO, "int8 one row": INT8}
 E4M3 = ml_dtypes.float8_e4m3fn
 SPECS = {  # those of the model: shapes of x and of the matrix, and the axes summed over
     "BTD,NHD->BTNH": ((2, 3, 16), (4, 6, 16), 1),
@@ -150,7 +154,7 @@ def test_two_input_axes():
 @pytest.mark.parametrize("name", SCHEMES)
 def test_product(spec, name):
     of_x, of_weight, in_axes = SPECS[spec]
-    if name == "fp8 one row":  # widened
+    if name.endswith("one row"):  # widened
         of_x = (1, 1, of_x[-1])
     x, weight = (
         random(of_x, seed=1),
@@ -192,11 +196,22 @@ def test_product_by_a_kernel(monkeypatch):
     np.testing.assert_allclose(*(np.float32(out) for out in (found, expected)), rtol=2**-7)
 
 
-def test_plain_matrices_multiply_as_ever():
-    x, weight = jnp.asarray(random((2, 3, 16))), jnp.asarray(random((5, 16)))
-    np.testing.assert_array_equal(
-        product("BTD,FD->BTF", x, weight), jnp.einsum("BTD,FD->BTF", x, weight)
-    )
+@pytest.mark.parametrize("rows", [(1, 1), (2, 1), (1, 3), (2, CPU_ROWS)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_plain_matrices(rows, dtype):
+    """In a compiled product of few rows on a CPU, but of more than one in float32, the weights are
+    the left operand: it would copy them as the right one."""
+    x, weight = (random(shape, spread=0.0).astype(dtype) for shape in [(*rows, 256), (48, 256)])
+    compiled = jax.jit(product, static_argnums=0).lower("BTD,FD->BTF", x, weight).compile()
+    found = compiled(x, weight)
+    assert found.dtype == dtype
+    exact = np.einsum("BTD,FD->BTF", np.float64(x), np.float64(weight))
+    error = 2**-8 * np.abs(exact) + 1e-3
+    assert (np.abs(np.float64(found) - exact) <= error).all()
+    num = math.prod(rows)
+    few = 1 < num <= CPU_ROWS or (num, dtype) == (1, jnp.bfloat16)
+    (shape,) = re.findall(r"= \w+\[([\d,]+)\]\S* dot\(", str(compiled.as_text()))
+    assert shape.startswith("48,") == few, shape
 
 
 # Models -----------------------------------------------------------------------

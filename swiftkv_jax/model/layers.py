@@ -228,6 +228,5 @@ def unfinished_gradient(
 def unembed(config: Config, llama: Ends, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
     """Final norm and logits, accumulated and returned in float32."""
     x = norm(config, x, llama.final_norm)
-    head = head_weights(llama)
-    logits = jnp.einsum("BTD,VD->BTV", x, head, preferred_element_type=jnp.float32)
+    logits = product("BTD,VD->BTV", x, head_weights(llama), jnp.float32)
     return finish_logits(config, logits)

@@ -8,7 +8,6 @@ biases stay as they are.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import re
 from typing import Any, Literal, get_args
@@ -19,7 +18,7 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from ..errors import UsageError
-from ..pallas_kernels.device import Device
+from ..pallas_kernels.device import Device, current_device
 from ..pallas_kernels.fp8_product import choose_fp8_product, fp8_product
 from .params import Llama, Param, SwiftKV, map_params
 
@@ -31,6 +30,10 @@ Arithmetic = Literal["widen", "native", "auto"]
 VALUES = "values"
 SCALE = "scale"
 """The fields of a `Quantized`, the last part of its arrays' names in a tree."""
+
+CPU_ROWS = 128
+"""Most rows of a product on a CPU whose weights are the left operand: to transpose the result of
+more takes as long as that saves."""
 
 DTYPES: dict[Format, Any] = {"fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
 _LARGEST: dict[Format, float] = {"fp8": 448.0, "int8": 127.0}
@@ -132,27 +135,34 @@ def dequantize(weight: Quantized, dtype) -> Float[Array, "*shape"]:
     return (weight.values.astype(jnp.float32) * scale).astype(dtype)
 
 
-def product(spec: str, x: Float[Array, "*x"], weight: Array | Quantized) -> Float[Array, "*out"]:
-    """`jnp.einsum(spec, x, weight)`, of a plain matrix or a quantised one: in x's dtype.
+def product(
+    spec: str, x: Float[Array, "*x"], weight: Array | Quantized, dtype: Any = None
+) -> Float[Array, "*out"]:
+    """`jnp.einsum(spec, x, weight)`, of a plain matrix or a quantised one: in `dtype`, None that of
+    x.
 
     The scales are applied to the sums, in float32.
     """
-    if not isinstance(weight, Quantized):
-        return jnp.einsum(spec, x, weight)
     inputs, _, out = spec.partition("->")
     of_x, of_weight = inputs.split(",")
+    on_cpu = current_device().platform == "cpu"
+    multiply = _multiply_on_cpu if on_cpu else _multiply
+    if not isinstance(weight, Quantized):
+        return multiply(of_x, of_weight, out, x, weight, dtype)
+    dtype = x.dtype if dtype is None else dtype
     outputs = of_weight[: weight.scale.ndim]
     num_inputs = math.prod(weight.values.shape[len(outputs) :])
-    if weight.scheme.arithmetic == "auto" and x.size == num_inputs:
-        return _spread(_row_product(x, weight), outputs, out).astype(x.dtype)
+    arithmetic = weight.scheme.arithmetic
+    reads_row = arithmetic == "auto" or (arithmetic == "widen" and on_cpu)
+    if reads_row and x.size == num_inputs:
+        return _spread(_row_product(x, weight), outputs, out).astype(dtype)
     # Without their scale sums may exceed float16. bfloat16 holds them, and is half of what devices
     # exchange.
-    multiply = functools.partial(
-        jnp.einsum, spec, preferred_element_type=jnp.promote_types(x.dtype, jnp.bfloat16)
-    )
+    sums = jnp.promote_types(x.dtype, jnp.bfloat16)
     scale = _spread(weight.scale, outputs, out)
-    if weight.scheme.arithmetic == "widen":
-        return (multiply(x, weight.values.astype(x.dtype)) * scale).astype(x.dtype)
+    if arithmetic == "widen":
+        values = weight.values.astype(x.dtype)
+        return (multiply(of_x, of_weight, out, x, values, sums) * scale).astype(dtype)
     summed = tuple(axis for axis, letter in enumerate(of_x) if letter not in out)
     rows = "".join(letter for letter in of_x if letter in out)
     x_values, x_scale = to_eight_bits(x, summed, weight.scheme.format)
@@ -164,14 +174,43 @@ def product(spec: str, x: Float[Array, "*x"], weight: Array | Quantized) -> Floa
             weight.values.reshape(-1, num_inputs),
             x_scale.ravel(),
             weight.scale.ravel(),
-            x.dtype,
+            dtype,
             choice.implementation,
         )
         found = found.reshape(*x_scale.shape, *weight.scale.shape)
         return jnp.einsum(f"{rows}{outputs}->{out}", found)
-    return (multiply(x_values, weight.values) * (scale * _spread(x_scale, rows, out))).astype(
-        x.dtype
-    )
+    scale = scale * _spread(x_scale, rows, out)
+    return (_multiply(of_x, of_weight, out, x_values, weight.values, sums) * scale).astype(dtype)
+
+
+def _multiply(of_x: str, of_weight: str, out: str, x: Array, weight: Array, dtype: Any) -> Array:
+    return jnp.einsum(f"{of_x},{of_weight}->{out}", x, weight, preferred_element_type=dtype)
+
+
+def _multiply_on_cpu(
+    of_x: str, of_weight: str, out: str, x: Array, weight: Array, dtype: Any
+) -> Array:
+    """`_multiply` as XLA's CPU backend is fast at it.
+
+    In each call it copies the right operand of a product of several rows into another layout. With
+    few rows the weights are therefore the left one: in float32 that takes a third to a half of the
+    time. One row alone reads float32 weights as they are; narrower ones it would widen first, so a
+    row of zeros is added, which makes it twice as fast.
+    """
+    rows = "".join(letter for letter in of_x if letter in out)
+    outputs = "".join(letter for letter in of_weight if letter in out)
+    num_rows = math.prod(size for size, letter in zip(x.shape, of_x, strict=True) if letter in out)
+    is_row = num_rows == 1
+    if not 0 < num_rows <= CPU_ROWS or (is_row and x.dtype == jnp.float32):
+        return _multiply(of_x, of_weight, out, x, weight, dtype)
+    if is_row:
+        x = jnp.pad(x, ((0, 1), *((0, 0),) * (x.ndim - 1)))
+    found = _multiply(of_weight, of_x, outputs + rows, weight, x, dtype)
+    # Without it XLA would exchange the operands of a product whose result is transposed.
+    found = jax.lax.optimization_barrier(found)
+    if is_row:
+        found = jax.lax.slice_in_dim(found, 0, 1, axis=len(outputs))
+    return jnp.einsum(f"{outputs}{rows}->{out}", found)
 
 
 def _row_product(x: Float[Array, "*x"], weight: Quantized) -> Float[Array, "*channels"]:
