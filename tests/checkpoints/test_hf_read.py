@@ -242,11 +242,12 @@ def test_expanded_gives_the_same_student_without_groups(tmp_path, make, kv):
     expanded = load(tmp_path / "out")
     assert model.config.key_value_group_size == 2 and expanded.config.key_value_group_size == 1
     assert expanded.config.generated_kv == "boundary"
-    assert (
-        expanded.swiftkv is not None
-        and expanded.swiftkv.k.shape[0] == 2 * model.swiftkv.k.shape[0] == 4
-    )
-    np.testing.assert_array_equal(student_logits(expanded), student_logits(model))
+    assert expanded.swiftkv is not None and model.swiftkv is not None
+    for name in ("k", "v"):
+        ours, theirs = getattr(model.swiftkv, name), getattr(expanded.swiftkv, name)
+        np.testing.assert_array_equal(theirs, np.repeat(ours, 2, axis=0))
+    # Another number of entries, and so perhaps another order of the sums in a product.
+    np.testing.assert_allclose(student_logits(expanded), student_logits(model), atol=5e-5, rtol=0)
 
 
 def test_delta_holds_what_was_trained_and_fits_only_its_base(tmp_path):
