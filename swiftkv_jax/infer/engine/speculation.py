@@ -160,8 +160,8 @@ class DecodeCalls:
         return 1 if one else self._shapes.decode_steps
 
     def goes_on(self, chunk: Chunk) -> bool:
-        """Whether `chunk` ends the prompt of a sequence while there is nothing else to run, and has
-        room for its last token: then one call runs both (`Shapes.first_tokens`)."""
+        """Say whether `chunk` ends the prompt of a sequence while there is nothing else to run, and
+        has room for its last token: then one call runs both (`Shapes.first_tokens`)."""
         scheduler = self._scheduler
         others = scheduler.num_running != 1 or scheduler.waiting or scheduler.prefilling
         tokens = [scheduled for _, scheduled in chunk.scheduled_tokens()]
@@ -198,8 +198,8 @@ class DecodeCalls:
         return rows, self._shapes.wide_call(rows).width
 
     def _pays(self, tokens: float, sequences: Sequence[SequenceState], rows: int) -> bool:
-        """Whether a wide step that may be expected to emit `tokens` emits more than steps of width
-        1 do in its time."""
+        """Say whether a wide step that may be expected to emit `tokens` emits more than steps of
+        width 1 do in its time."""
         cost = self._wide_costs[self._shapes.decode_rows.index(self._shapes.size_of(rows))]
         return tokens > MARGIN * cost * len(sequences)
 

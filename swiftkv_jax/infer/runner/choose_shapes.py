@@ -244,9 +244,9 @@ def _tail(config: Config, *, preempts: bool) -> int:
 
 
 def _first_tokens(config: Config, options: EngineOptions) -> bool:
-    """Whether the last token of a prompt can run in a chunk: for a student, whose upper layers see
-    it as they see the others; of a teacher all layers would run for all tokens. With `one_size` no
-    request is alone."""
+    """Say whether the last token of a prompt can run in a chunk: for a student, whose upper layers
+    see it as they see the others; of a teacher all layers would run for all tokens. With
+    `one_size` no request is alone."""
     plain = config.num_upper_layers > 0 and kv_programs(config) == "boundary"
     return plain and options.speculative is None and not options.one_size
 

@@ -60,7 +60,7 @@ class Shapes:
     """Fewest prompt tokens that a prefill program can run through all layers; 0 if there is no such
     program."""
     first_tokens: bool = False
-    """Whether a program goes on from the last chunk of a prompt that is alone to its first
+    """True if a program goes on from the last chunk of a prompt that is alone to its first
     token."""
     pages_per_own_page: int = 0
     """`Config.pages_per_own_page`."""

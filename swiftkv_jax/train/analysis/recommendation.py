@@ -114,7 +114,7 @@ class Recommendation:
     """Nats that it loses on far tokens; None if those are too few."""
     far_nats_error: float | None
     within_budget: bool
-    """Whether these losses, each with its standard error on top, are within the budget."""
+    """True if these losses, each with its standard error on top, are within the budget."""
     max_perplexity_loss: float | None
     """The budget."""
     max_far_loss: float | None

@@ -29,7 +29,7 @@ class PerplexityLoss(NamedTuple):
     """Its standard error; None where it is unknown, which then counts as none."""
 
     def exceeds(self, limit: float) -> bool:
-        """Whether the loss is above a limit by more than its error."""
+        """Say whether the loss is above a limit by more than its error."""
         return self.share is not None and self.share - (self.error or 0.0) > limit
 
     @property
@@ -43,8 +43,11 @@ class PerplexityLoss(NamedTuple):
     @property
     def facts(self) -> dict[str, float | None]:
         """The fields of a note in `config.json`."""
-        share, error = (None if value is None else round(value, 4) for value in self)
-        return {"share": share, "error": error, "limit": MAX_PERPLEXITY_LOSS}
+        return {
+            "share": _rounded(self.share),
+            "error": _rounded(self.error),
+            "limit": MAX_PERPLEXITY_LOSS,
+        }
 
     @property
     def in_words(self) -> str:
@@ -65,7 +68,7 @@ class FarLoss(NamedTuple):
 
     @property
     def is_known(self) -> bool:
-        """Whether the tokens are enough to say something."""
+        """Say whether the tokens are enough for a mean."""
         return self.nats is not None and self.tokens >= MIN_FAR_TOKENS
 
     @property
@@ -75,7 +78,7 @@ class FarLoss(NamedTuple):
     @property
     def facts(self) -> dict[str, float | None]:
         """The fields of a note in `config.json`."""
-        return {"nats": self.nats, "tokens": self.tokens, "limit": MAX_FAR_LOSS}
+        return {"nats": _rounded(self.nats), "tokens": self.tokens, "limit": MAX_FAR_LOSS}
 
     @property
     def in_words(self) -> str:
@@ -127,6 +130,11 @@ def perplexity_loss(lost: np.ndarray, tokens: np.ndarray) -> tuple[float, float 
     their numbers of tokens."""
     mean, error = mean_and_error(lost, tokens)
     return math.expm1(mean), None if error is None else math.exp(mean) * error
+
+
+def _rounded(value: float | None) -> float | None:
+    """A figure as a note has it, to four decimals."""
+    return None if value is None else round(value, 4)
 
 
 def plus_minus(error: float | None, form: str) -> str:
