@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
-.PHONY: demo demo-real real test test-all lint test-compile compilers newest lowest test-newest test-lowest test-wheel test-kernels test-planted test-soak test-eval test-router test-ray test-agents test-real test-gpu test-tpu first-hour site lock clean
+.PHONY: demo demo-real real test test-all lint test-compile compilers newest lowest test-newest test-lowest test-wheel test-kernels test-planted test-soak test-eval test-router test-ray test-agents test-notebooks test-real test-gpu test-tpu first-hour site lock clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/demo.py
@@ -152,6 +152,15 @@ test-agents: $(VENV)/installed
 	$(RUN) -m pip install --quiet --disable-pip-version-check --target $(AGENTS)/browser playwright
 	PYTHONPATH=$(CURDIR)/$(AGENTS)/browser $(RUN) -m pytest -q -n 0 tests/agents
 
+# The notebooks on SmolLM2, which is fetched; their outputs are written into them. Nightly.
+NOTEBOOKS := .venv-notebooks
+test-notebooks: $(VENV)/installed
+	$(RUN) -m examples.real_models smollm2
+	$(RUN) -m pip install --quiet --disable-pip-version-check --target $(NOTEBOOKS) --upgrade nbclient ipykernel ipywidgets
+	MODEL=$$($(RUN) -c 'from examples.real_models import path_of; print(path_of("smollm2"))') \
+		PYTHONPATH=$(CURDIR)/$(NOTEBOOKS):$(CURDIR) \
+		$(RUN) -c 'from nbclient.cli import main; main()' --inplace --timeout 1800 examples/notebooks/*.ipynb
+
 # Commands on SmolLM2, Gemma 3 and Qwen2.5-Coder, and the server before the last of them with the client libraries of OpenAI
 # and Anthropic: tools, agents, long chats. A quarter of an hour on two cores; nightly.
 test-real: real
@@ -199,7 +208,7 @@ first-hour:
 
 # The documentation as a site, in build/site; a link or an anchor that leads nowhere is an error. The pages keep their paths.
 SITE := zensical==0.0.73 mkdocstrings-python==2.0.11 ruff==0.17.5  # which breaks long signatures
-SITE_PAGES := README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md CITATION.cff Dockerfile docs examples/deploy
+SITE_PAGES := README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md CITATION.cff Dockerfile docs examples/deploy examples/notebooks
 site: .venv-site/installed
 	rm -rf build/pages build/site && mkdir -p build/pages && cp -r --parents $(SITE_PAGES) build/pages
 	.venv-site/bin/zensical build --strict
@@ -218,4 +227,4 @@ lock:
 		--output-file requirements-site.lock
 
 clean:
-	rm -rf $(VENV) .venv-newest .venv-lowest .venv-wheel .venv-eval .venv-router .venv-ray .venv-site .cache $(AGENTS) build runs *.egg-info
+	rm -rf $(VENV) .venv-newest .venv-lowest .venv-wheel .venv-eval .venv-router .venv-ray .venv-site .cache $(AGENTS) $(NOTEBOOKS) build runs *.egg-info
