@@ -12,6 +12,7 @@ from swiftkv_jax.calibration.attenuation import score_products
 from swiftkv_jax.calibration.moments import add_batch, moment_shapes
 from swiftkv_jax.infer.bench.cells import STUDENT, TEACHER
 from swiftkv_jax.infer.bench.summary import variant_of
+from swiftkv_jax.infer.engine.shapes import Shapes, has_own_start
 from swiftkv_jax.infer.runner.lowering import (
     DecodeProgram,
     PrefillProgram,
@@ -20,7 +21,6 @@ from swiftkv_jax.infer.runner.lowering import (
     lower_program,
 )
 from swiftkv_jax.infer.runner.serving_form import num_bytes, weight_shapes
-from swiftkv_jax.infer.runner.shapes import Shapes, has_own_start
 from swiftkv_jax.model.attention import Attention
 from swiftkv_jax.model.batch import unpacked_batch
 from swiftkv_jax.model.config import Config, LayerKind

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import graphlib
 import importlib.metadata
 import os
 import subprocess
@@ -178,6 +179,19 @@ class TestFloors:
         inside = {name for name in names if name.startswith(package)}
         modules = {name.removeprefix(package).split(".")[0] for name in inside}
         assert sorted(modules) == sorted(name for floor in floors for name in floor)
+
+
+def test_no_file_imports_itself_through_others():
+    """Imports for types only count too: what two files share lies below both."""
+    files = {module_name(path): path for path in FILES}
+
+    def file_of(name: str) -> str:
+        return name if name in files else name.rpartition(".")[0] or name
+
+    graph = {name: {file_of(found) for found in imports(path)} for name, path in files.items()}
+    graphlib.TopologicalSorter(
+        {name: below & files.keys() - {name} for name, below in graph.items()}
+    ).prepare()
 
 
 def test_three_modules_of_the_model_call_the_kernels():

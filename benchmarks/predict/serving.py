@@ -25,7 +25,7 @@ from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.request_state import Chunk, SequenceState
 from swiftkv_jax.infer.engine.sampler_output import AsyncOutput, SamplerOutput
-from swiftkv_jax.infer.engine.speculation import DecodeCall
+from swiftkv_jax.infer.engine.shapes import DecodeCall
 from swiftkv_jax.infer.runner.choose_shapes import choose_shapes, with_contexts
 from swiftkv_jax.infer.runner.layout import Layout
 from swiftkv_jax.infer.runner.prefill_chunk import chunk_needs

@@ -13,10 +13,9 @@ if TYPE_CHECKING:
     from typing import Any
 
     from .engine.engine import Engine
-    from .engine.options import EngineOptions
+    from .engine.options import EngineOptions, SpeculativeConfig
     from .engine.requests import Request, RequestOutput, ScoreRequest
     from .engine.sampling_params import SamplingParams
-    from .engine.speculation import SpeculativeConfig
     from .structured.structured_outputs import GrammarCompiler, StructuredOutputs
 
 # Imported when they are used: `python -m swiftkv_jax.infer` imports this package before it can
@@ -29,7 +28,7 @@ _MODULES = {
     "RequestOutput": "engine.requests",
     "SamplingParams": "engine.sampling_params",
     "ScoreRequest": "engine.requests",
-    "SpeculativeConfig": "engine.speculation",
+    "SpeculativeConfig": "engine.options",
     "StructuredOutputs": "structured.structured_outputs",
 }
 

@@ -13,7 +13,9 @@ list the implementations in their help.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING
+
+from .implementations import IMPLEMENTATIONS, Implementation, ImplementationError
 
 if TYPE_CHECKING:
     from typing import Any
@@ -25,23 +27,6 @@ if TYPE_CHECKING:
     from .operands import AttentionOperands, AttentionSpec
     from .ops import decode_attention, plan_decode, prefill_attention, widens_pool
     from .score_options import PLAIN_SCORES, ScoreOptions
-
-Implementation = Literal["xla", "hopper", "tpu", "cudnn"]
-IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
-
-
-class ImplementationError(NotImplementedError):
-    """A call of an op that the named implementation does not take."""
-
-    def __init__(self, implementation: str, reason: str):
-        super().__init__(f"implementation={implementation!r} {reason}")
-        self.implementation = implementation
-        self.reason = reason
-
-    def of_option(self, option: str) -> str:
-        """The message for an option that names the implementation."""
-        return f"`{option}`={self.implementation!r} {self.reason}"
-
 
 _MODULES = {
     "ATTENTION_OUTPUT": "gradients",

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from . import IMPLEMENTATIONS, ImplementationError, cudnn
+from . import cudnn
 from .device import HEAD_DIMS, Device, cudnn_version
+from .implementations import IMPLEMENTATIONS, ImplementationError
 from .operands import AttentionSpec
 from .tuning import tuning_for
 

@@ -8,7 +8,7 @@ import functools
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from . import ImplementationError
+from .implementations import ImplementationError
 
 ATTENTION_OUTPUT = "attention"
 """Name for `jax.checkpoint_policies.save_only_these_names`: queries, output and log-sums, all that

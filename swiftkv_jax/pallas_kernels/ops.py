@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
-from . import Implementation, cudnn, xla
+from . import cudnn, xla
 from .checks import check_decode, check_prefill, check_window, hiding
 from .choice import choose, find_tuning, kernels_of
 from .decode_plan import DecodePlan
 from .device import current_device
 from .gradients import LOG_SUMS, SCALED_OR_PAGED, checkpoint_names
+from .implementations import Implementation
 from .operands import AttentionOperands, AttentionSpec
 from .score_options import ScoreOptions
 

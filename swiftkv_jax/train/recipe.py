@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 from pathlib import Path
 from typing import Any, Literal
@@ -41,11 +42,38 @@ def parse_resume(text: str) -> str | int:
     raise UsageError(f"{text!r}: choose auto, must, never, or a step")
 
 
-def parse_report_to(text: str) -> tuple[str, ...]:
-    """`metrics.parse_report_to`, which imports JAX."""
-    from .run.metrics import parse_report_to
+_REPORT_PACKAGES = {  # a name of `report_to`: the module that it needs, and how to get it
+    "jsonl": None,
+    "tensorboard": ("tensorboardX", "pip install 'swiftkv-jax[report]'"),
+    "wandb": ("wandb", "pip install wandb"),
+}
 
-    return parse_report_to(text)
+
+def parse_report_to(text: str) -> tuple[str, ...]:
+    """`"tensorboard,wandb"` -> ("jsonl", "tensorboard", "wandb"): JSON lines are always written.
+
+    Raises `UsageError` for an unknown name, and for one whose package is not installed.
+    """
+    names = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if name not in _REPORT_PACKAGES]:
+        raise UsageError(
+            f"`report_to`={text!r}: {unknown[0]!r} is unknown; choose from "
+            f"{', '.join(_REPORT_PACKAGES)}"
+        )
+    for name in names:
+        report_package(name)
+    return tuple(dict.fromkeys(["jsonl", *names]))
+
+
+def report_package(name: str) -> Any:
+    """The module of a name of `report_to`. Raises `UsageError` if it is not installed."""
+    if _REPORT_PACKAGES[name] is None:
+        return None
+    module, command = _REPORT_PACKAGES[name]
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise UsageError(f"`report_to`={name} needs {module}: {command}") from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

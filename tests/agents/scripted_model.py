@@ -28,8 +28,7 @@ from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.request_state import RequestState, SequenceState
 from swiftkv_jax.infer.engine.sampler_output import NON_FINITE, AsyncOutput, SamplerOutput
-from swiftkv_jax.infer.engine.speculation import DecodeCall
-from swiftkv_jax.infer.runner.shapes import Shapes
+from swiftkv_jax.infer.engine.shapes import DecodeCall, Shapes
 from swiftkv_jax.infer.structured.structured_outputs import GrammarCompiler
 from swiftkv_jax.serve.app import Loaded
 from tests.infer.mock_model_runner import CONFIG, MockModelRunner

@@ -16,9 +16,8 @@ from swiftkv_jax.infer.engine.request_state import Chunk, RequestState, Sequence
 from swiftkv_jax.infer.engine.requests import ScoreRequest
 from swiftkv_jax.infer.engine.sampler_output import REJECTED, AsyncOutput, SamplerOutput
 from swiftkv_jax.infer.engine.scheduler import MAX_SKIPS
-from swiftkv_jax.infer.engine.speculation import DecodeCall
+from swiftkv_jax.infer.engine.shapes import DecodeCall, Shapes
 from swiftkv_jax.infer.runner.prefill_chunk import chunk_needs
-from swiftkv_jax.infer.runner.shapes import Shapes
 from swiftkv_jax.model.config import Config, LayerKind
 
 VOCAB, END = 97, 0

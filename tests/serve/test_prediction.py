@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from swiftkv_jax.infer.engine.speculation import SpeculativeConfig
+from swiftkv_jax.infer.engine.options import SpeculativeConfig
 from tests.serve.conftest import Running
 from tests.serve.test_metrics import families, value
 

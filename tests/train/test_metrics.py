@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.train.run.metrics import MetricsLog, parse_report_to, read_metrics
+from swiftkv_jax.train.recipe import parse_report_to
+from swiftkv_jax.train.run.metrics import MetricsLog, read_metrics
 from swiftkv_jax.train.run.profiling import ProfileWindow
 from swiftkv_jax.train.run.progress import PeakFlops, Progress
 

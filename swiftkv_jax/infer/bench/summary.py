@@ -31,8 +31,8 @@ from ...plan.cost import (
     visible_positions,
 )
 from ...plan.roofline import Roofline
+from ..engine.shapes import Shapes, kv_programs
 from ..runner.serving_form import Weights, num_bytes, served_config
-from ..runner.shapes import Shapes, kv_programs
 from .cells import DRAFTS, STUDENT, TIMES, Cell, Mode, spread
 from .timing import Raw
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,12 +11,10 @@ from ...model.config import Config
 from ..structured.token_filter import TokenFilter
 from .options import EngineOptions
 from .page_pool import PagePool
+from .request_state import RequestState
 from .requests import Request, ScoreRequest
 from .sampling_params import MAX_LOGPROBS, SamplingParams
-
-if TYPE_CHECKING:
-    from ..runner.shapes import Shapes
-    from .request_state import RequestState
+from .shapes import Shapes
 
 
 def check_request(request: Request | ScoreRequest, config: Config, options: EngineOptions) -> None:

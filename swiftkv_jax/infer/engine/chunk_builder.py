@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from .page_pool import RELEASED
 from .request_state import RequestState, ScheduledTokens
-
-if TYPE_CHECKING:
-    from ..runner.shapes import Shapes
+from .shapes import Shapes
 
 
 class ChunkBuilder:

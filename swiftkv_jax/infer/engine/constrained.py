@@ -7,15 +7,23 @@ own text suggests. They are drafts as any: another spelling that the model prefe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .grammar import Matcher, fill_rows, mask_words
+from .request_state import SequenceState
 
-if TYPE_CHECKING:
-    from .request_state import SequenceState
-    from .speculation import HostDraft
+
+class HostDraft(NamedTuple):
+    """Tokens that may follow in a sequence with a grammar."""
+
+    tokens: Sequence[int] = ()
+    source: Sequence[int] = ()
+    """Their places in the text that they are taken from; the place behind it for those that the
+    grammar forces."""
+    expected: float = 1.0
+    """Tokens that a step with this draft may be expected to emit."""
 
 
 class HostDrafts(NamedTuple):

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from .constrained import ConstrainedCall
+from .request_state import Chunk, SequenceState
 from .sampler_output import AsyncOutput, SamplerOutput
-
-if TYPE_CHECKING:
-    from ..runner.shapes import Shapes
-    from .constrained import ConstrainedCall
-    from .request_state import Chunk, SequenceState
-    from .speculation import DecodeCall
+from .shapes import DecodeCall, Shapes
 
 
 class ModelRunnerBase(Protocol):

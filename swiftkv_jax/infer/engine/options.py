@@ -3,17 +3,81 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 
 from ...cli import parse_size, token_count
 from ...cli.fields import option
 from ...errors import UsageError
 from ...model.config import GENERATED_KV, NO_OWN, GeneratedKV, KVCacheDtype
-from .speculation import SpeculativeConfig, parse_speculative_config
+from .shadow_drafts import MAX_LOOKUP
 
 MAX_DECODE_STEPS = 128
 OFFLINE_PREFILL_CHUNKS = 32
 """`max_prefill_chunks` where all answers are awaited together."""
+MAX_SPECULATIVE_TOKENS = 15
+METHODS = ("ngram", "ngram_gpu")
+"""vLLM's names of drafts from a request's own text."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """Speculation of an engine, with vLLM's names.
+
+    Raises `UsageError` for a value out of range.
+    """
+
+    num_speculative_tokens: int = MAX_SPECULATIVE_TOKENS
+    """Most drafts of a sequence in a step. Calls with many rows draft fewer."""
+    prompt_lookup_min: int = 2
+    """Fewest tokens at the end of a text that must have occurred in it before."""
+    prompt_lookup_max: int = MAX_LOOKUP
+    """Most tokens that are compared."""
+    enable_adaptive_verification: bool = True
+    """Permission to decode one token a step where more are not expected to pay, by the measured
+    cost of a step and the share of drafts that were right."""
+
+    def __post_init__(self):
+        for name, least, most in (
+            ("num_speculative_tokens", 1, MAX_SPECULATIVE_TOKENS),
+            ("prompt_lookup_min", 1, MAX_LOOKUP),
+            ("prompt_lookup_max", self.prompt_lookup_min, MAX_LOOKUP),
+        ):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= most:
+                raise UsageError(
+                    f"`speculative_config.{name}`={value!r} must be a whole number from {least} to "
+                    f"{most}",
+                    option="speculative_config",
+                )
+        if type(adaptive := self.enable_adaptive_verification) is not bool:
+            raise UsageError(
+                f"`speculative_config.enable_adaptive_verification`={adaptive!r} must be true or "
+                f"false",
+                option="speculative_config",
+            )
+
+
+def parse_speculative_config(text: str) -> SpeculativeConfig:
+    """The JSON object of `--speculative-config`, as vLLM takes it. Raises `UsageError`."""
+    try:
+        fields = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"`speculative_config` is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise UsageError("`speculative_config` must be a JSON object")
+    if (method := fields.pop("method", "ngram")) not in METHODS:
+        raise UsageError(
+            f"`speculative_config.method`={method!r} is not one of {', '.join(METHODS)}: drafts "
+            f"come from a request's own text"
+        )
+    known = {field.name for field in dataclasses.fields(SpeculativeConfig)}
+    if unknown := fields.keys() - known:
+        raise UsageError(
+            f"`speculative_config.{min(unknown)}` is not supported: the keys are method, "
+            f"{', '.join(sorted(known))}"
+        )
+    return SpeculativeConfig(**fields)
 
 
 def parse_compiler_option(text: str) -> tuple[str, str | bool]:

@@ -20,7 +20,7 @@ from .requests import (
     ScoreRequest,
 )
 from .sampler_output import NON_FINITE, AsyncOutput, SamplerOutput
-from .speculation import DecodeCall
+from .shapes import DecodeCall
 
 MAX_SCORES = 2048
 """Most scores in one output: making their objects and their JSON must not delay other work for

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from ...model.config import NO_OWN
 from .grammar import Matcher
 from .page_pool import PageNeeds, PagePool, all_pages
-from .requests import Request, ScoreRequest, Timing
+from .requests import Drafts, Request, ScoreRequest, Timing
 from .sampling_params import SamplingParams
 from .shadow_drafts import ShadowDrafts
-from .speculation import Drafts, InFlight
+from .shapes import DecodeCall
 
 
 class RequestState:
@@ -150,6 +151,20 @@ class RequestState:
         self.pages = []
         self.own_pages = []
         self.num_preemptions += 1
+
+
+class InFlight(NamedTuple):
+    """Tokens that calls in flight emit of a sequence."""
+
+    least: int = 0
+    """Fewest tokens, unless one of them ends the sequence."""
+    most: int = 0
+
+    def after_sending(self, call: DecodeCall) -> InFlight:
+        return InFlight(self.least + call.steps, self.most + call.most)
+
+    def after_reading(self, call: DecodeCall) -> InFlight:
+        return InFlight(self.least - call.steps, self.most - call.most)
 
 
 @dataclasses.dataclass(eq=False)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import time
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Literal, NamedTuple, overload
 
 import numpy as np
 
 from .grammar import Matcher
 from .sampling_params import SamplingParams
-from .speculation import Drafts
 
 FinishReason = Literal["stop", "length", "error"]
 """`stop` is an end token (or the end of the scores), `length` is `max_tokens`, `error` is what
@@ -131,6 +131,21 @@ class Timing:
     """Time at which the first chunk of prefill was planned."""
     first_token: float | None = None
     last_token: float | None = None
+
+
+class Drafts(NamedTuple):
+    """Counts of a sequence's drafts, in calls that have been read."""
+
+    steps: int = 0
+    """Steps with a draft or more."""
+    tokens: int = 0
+    accepted: int = 0
+    predicted: int = 0
+    """Tokens that were taken from `Request.prediction`."""
+    predicted_accepted: int = 0
+
+    def plus(self, more: Drafts) -> Drafts:
+        return Drafts(*map(operator.add, self, more))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,16 +21,12 @@ import collections
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from ...model.config import NO_OWN
 from .chunk_builder import ChunkBuilder
 from .page_pool import PageNeeds, PagePool, all_pages
 from .request_state import Chunk, RequestState, SequenceState
-from .speculation import DecodeCall
-
-if TYPE_CHECKING:
-    from ..runner.shapes import Shapes
+from .shapes import DecodeCall, Shapes
 
 MAX_SKIPS = 32
 """Most later requests that are admitted before one for which there is no room yet; also how far

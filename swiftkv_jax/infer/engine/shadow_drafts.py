@@ -27,6 +27,11 @@ def lookup_text(
     return prompt, prediction, again, generated
 
 
+def lookup_places(max_tokens: int) -> int:
+    """Most tokens of `lookup_text`, for sequences and predictions of `max_tokens`."""
+    return 2 * max_tokens + MAX_LOOKUP
+
+
 class ShadowDrafts:
     """Drafts of a sequence on the host, and the share of drafts that are right."""
 

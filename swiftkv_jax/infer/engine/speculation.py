@@ -9,23 +9,20 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import json
-import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
 
-from ...errors import UsageError
+import numpy as np
+
+from .constrained import HostDraft
+from .model_runner_base import ModelRunnerBase
+from .options import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
+from .request_state import Chunk, SequenceState
+from .requests import Drafts
 from .sampler_output import REJECTED, SamplerOutput
-from .shadow_drafts import MAX_LOOKUP, ShadowDrafts, lookup_text
+from .scheduler import Scheduler
+from .shadow_drafts import ShadowDrafts, lookup_text
+from .shapes import DecodeCall
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    from .model_runner_base import ModelRunnerBase
-    from .request_state import Chunk, SequenceState
-    from .scheduler import Scheduler
-
-MAX_SPECULATIVE_TOKENS = 15
 FIRST_RATE = 0.5
 """Share of right drafts of the first sequence of an engine, until its tokens tell."""
 PREDICTED_RATE = 0.9
@@ -34,106 +31,6 @@ MARGIN = 1.05
 """Tokens that wide steps must emit for each one that steps of width 1 emit in the same time."""
 AVERAGE_WEIGHT = 0.02
 """Weight of a step in the average of all sequences."""
-METHODS = ("ngram", "ngram_gpu")
-"""vLLM's names of drafts from a request's own text."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SpeculativeConfig:
-    """Speculation of an engine, with vLLM's names.
-
-    Raises `UsageError` for a value out of range.
-    """
-
-    num_speculative_tokens: int = MAX_SPECULATIVE_TOKENS
-    """Most drafts of a sequence in a step. Calls with many rows draft fewer."""
-    prompt_lookup_min: int = 2
-    """Fewest tokens at the end of a text that must have occurred in it before."""
-    prompt_lookup_max: int = MAX_LOOKUP
-    """Most tokens that are compared."""
-    enable_adaptive_verification: bool = True
-    """Permission to decode one token a step where more are not expected to pay, by the measured
-    cost of a step and the share of drafts that were right."""
-
-    def __post_init__(self):
-        for name, least, most in (
-            ("num_speculative_tokens", 1, MAX_SPECULATIVE_TOKENS),
-            ("prompt_lookup_min", 1, MAX_LOOKUP),
-            ("prompt_lookup_max", self.prompt_lookup_min, MAX_LOOKUP),
-        ):
-            value = getattr(self, name)
-            if type(value) is not int or not least <= value <= most:
-                raise UsageError(
-                    f"`speculative_config.{name}`={value!r} must be a whole number from {least} to "
-                    f"{most}",
-                    option="speculative_config",
-                )
-        if type(adaptive := self.enable_adaptive_verification) is not bool:
-            raise UsageError(
-                f"`speculative_config.enable_adaptive_verification`={adaptive!r} must be true or "
-                f"false",
-                option="speculative_config",
-            )
-
-
-def parse_speculative_config(text: str) -> SpeculativeConfig:
-    """The JSON object of `--speculative-config`, as vLLM takes it. Raises `UsageError`."""
-    try:
-        fields = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"`speculative_config` is not JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise UsageError("`speculative_config` must be a JSON object")
-    if (method := fields.pop("method", "ngram")) not in METHODS:
-        raise UsageError(
-            f"`speculative_config.method`={method!r} is not one of {', '.join(METHODS)}: drafts "
-            f"come from a request's own text"
-        )
-    known = {field.name for field in dataclasses.fields(SpeculativeConfig)}
-    if unknown := fields.keys() - known:
-        raise UsageError(
-            f"`speculative_config.{min(unknown)}` is not supported: the keys are method, "
-            f"{', '.join(sorted(known))}"
-        )
-    return SpeculativeConfig(**fields)
-
-
-class DecodeCall(NamedTuple):
-    """The size of a decode call."""
-
-    steps: int
-    width: int = 1
-    """Most tokens of a sequence in a step."""
-
-    @property
-    def most(self) -> int:
-        """Most tokens that a sequence can emit."""
-        return self.steps * self.width
-
-
-class InFlight(NamedTuple):
-    """Tokens that calls in flight emit of a sequence."""
-
-    least: int = 0
-    """Fewest tokens, unless one of them ends the sequence."""
-    most: int = 0
-
-    def after_sending(self, call: DecodeCall) -> InFlight:
-        return InFlight(self.least + call.steps, self.most + call.most)
-
-    def after_reading(self, call: DecodeCall) -> InFlight:
-        return InFlight(self.least - call.steps, self.most - call.most)
-
-
-class HostDraft(NamedTuple):
-    """Tokens that may follow in a sequence with a grammar."""
-
-    tokens: Sequence[int] = ()
-    source: Sequence[int] = ()
-    """Their places in the text that they are taken from; the place behind it for those that the
-    grammar forces."""
-    expected: float = 1.0
-    """Tokens that a step with this draft may be expected to emit."""
 
 
 class DecodeCalls:
@@ -247,21 +144,6 @@ class DecodeCalls:
                 self._rate += AVERAGE_WEIGHT * (shadow.rate - self._rate)
 
 
-class Drafts(NamedTuple):
-    """Counts of a sequence's drafts, in calls that have been read."""
-
-    steps: int = 0
-    """Steps with a draft or more."""
-    tokens: int = 0
-    accepted: int = 0
-    predicted: int = 0
-    """Tokens that were taken from `Request.prediction`."""
-    predicted_accepted: int = 0
-
-    def plus(self, more: Drafts) -> Drafts:
-        return Drafts(*map(operator.add, self, more))
-
-
 @dataclasses.dataclass
 class DraftStats:
     """Counters of drafts."""
@@ -279,8 +161,6 @@ class DraftStats:
 
     def add(self, sampled: SamplerOutput, width: int, sequences: Sequence[SequenceState]) -> None:
         """Count the drafts of a call that has returned `sampled`, those of each sequence too."""
-        import numpy as np  # the options of commands are parsed without it
-
         source = sampled.draft_source
         drafted = source >= 0
         accepted = drafted & (sampled.token != REJECTED)

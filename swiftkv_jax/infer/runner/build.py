@@ -21,12 +21,12 @@ from ...model.quantization import with_kernels
 from ...pallas_kernels import Implementation
 from ...plan.hardware import hardware_of
 from ..engine.options import EngineOptions
+from ..engine.shapes import Shapes
 from .choose_shapes import RIDGE_TOKENS, choose_shapes, with_contexts
 from .layout import Layout
 from .memory import allocating, bytes_kept, bytes_per_device, memory_limit
 from .model_runner import ModelRunner
 from .serving_form import serve_model, served_config, shard_model
-from .shapes import Shapes
 
 logger = logging.getLogger(__name__)
 

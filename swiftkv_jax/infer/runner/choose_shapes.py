@@ -9,10 +9,9 @@ from ...errors import OutOfMemoryError, UsageError
 from ...model.config import Config
 from ...plan.cost import mlp_width
 from ...plan.hardware import GIB
-from ..engine.options import EngineOptions
-from ..engine.speculation import SpeculativeConfig
+from ..engine.options import EngineOptions, SpeculativeConfig
+from ..engine.shapes import Shapes, UnconstrainedKind, has_own_start, kv_programs
 from .memory import host_memory
-from .shapes import Shapes, UnconstrainedKind, has_own_start, kv_programs
 
 logger = logging.getLogger(__name__)
 

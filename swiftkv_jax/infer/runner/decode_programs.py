@@ -21,6 +21,7 @@ from ...model.layers import unembed
 from ...model.packed_attention import score_options
 from ..engine.constrained import HostDrafts
 from ..engine.sampler_output import SamplerOutput
+from ..engine.shapes import kv_programs
 from ..sampling.penalties import update_token_counts, update_token_counts_of_blocks
 from ..sampling.sampler import apply_masks, sample, sample_greedy
 from .cached_layers import (
@@ -55,7 +56,6 @@ from .layout import (
 )
 from .prefill_chunk import INVALID_PAGE
 from .serving_form import Weights
-from .shapes import kv_programs
 from .taps import decode_before
 
 

@@ -16,8 +16,9 @@ from jaxtyping import Array, Int, Shaped
 
 from ...model.cache import KVCache
 from ...model.params import Leaf
-from ..engine import request_state
+from ..engine.request_state import SequenceState
 from ..engine.sampler_output import NON_FINITE
+from ..engine.shapes import Shapes
 from ..sampling.metadata import SamplingMetadata, empty_sampling, sampling_row
 
 
@@ -88,23 +89,19 @@ class PageTables(NamedTuple):
     own_page_table: Leaf = None  # i32[B, P, O]
 
 
-def page_tables(
-    sequences: Sequence[request_state.SequenceState], table_pages: int, pages_per_own_page: int
-) -> PageTables:
+def page_tables(sequences: Sequence[SequenceState], shapes: Shapes) -> PageTables:
     """The pages of some sequences in NumPy; 0 past them, and for `RELEASED`. There is
     no table of own pages if `pages_per_own_page` is 0."""
-    tables = np.zeros((len(sequences), table_pages), np.int32)
-    own_tables = np.zeros((len(sequences), table_pages, pages_per_own_page), np.int32)
+    tables = np.zeros((len(sequences), shapes.table_pages), np.int32)
+    own_tables = np.zeros((*tables.shape, shapes.pages_per_own_page), np.int32)
     for table, own_table, sequence in zip(tables, own_tables, sequences, strict=True):
         table[: len(sequence.pages)] = sequence.pages
         if sequence.own_pages:
             own_table[: len(sequence.own_pages)] = sequence.own_pages
-    return PageTables(np.maximum(tables, 0), own_tables if pages_per_own_page else None)
+    return PageTables(np.maximum(tables, 0), own_tables if shapes.pages_per_own_page else None)
 
 
-def sampling_of(
-    sequence: request_state.SequenceState, eos_token_ids: Sequence[int]
-) -> SamplingMetadata:
+def sampling_of(sequence: SequenceState, eos_token_ids: Sequence[int]) -> SamplingMetadata:
     """The sampling parameters of a sequence in NumPy."""
     request = sequence.request
     return sampling_row(
@@ -137,25 +134,19 @@ def make_batch(
     )
 
 
-def empty_batch(
-    batch: int,
-    table_pages: int,
-    *,
-    own_start: bool = False,
-    pages_per_own_page: int = 0,
-    drafts: bool = False,
-) -> DecodeBatch:
-    """A batch in NumPy of slots without sequences, with `own_start` or without it, a page table of
-    tuples of `pages_per_own_page`, unless that is 0, and `history_offset` for `drafts`."""
-    zeros = np.zeros(batch, np.int32)
-    page_table = np.zeros((batch, table_pages), np.int32)
-    own = zeros if own_start else None
-    own_table = (
-        np.zeros((batch, table_pages, pages_per_own_page), np.int32) if pages_per_own_page else None
-    )
-    offset = zeros if drafts else None
-    sampling = empty_sampling(batch)
-    return DecodeBatch(zeros, zeros, zeros, page_table, sampling, own, own_table, offset)
+def empty_batch(count: int, shapes: Shapes) -> DecodeBatch:
+    """A batch in NumPy of `count` slots without sequences."""
+    zeros = np.zeros(count, np.int32)
+    page_table = np.zeros((count, shapes.table_pages), np.int32)
+    batch = DecodeBatch(zeros, zeros, zeros, page_table, empty_sampling(count))
+    if shapes.has_own_start:
+        batch = dataclasses.replace(batch, own_start=zeros)
+    if own := shapes.pages_per_own_page:
+        own_table = np.zeros((*page_table.shape, own), np.int32)
+        batch = dataclasses.replace(batch, own_page_table=own_table)
+    if shapes.widths:
+        batch = dataclasses.replace(batch, history_offset=zeros)
+    return batch
 
 
 @functools.partial(jax.jit, donate_argnames="batch")

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..engine.constrained import HostDrafts
 from ..engine.sampler_output import NON_FINITE, REJECTED
-from ..engine.shadow_drafts import MAX_LOOKUP, lookup_text
+from ..engine.shadow_drafts import lookup_text
 from .decode_state import DecodeBatch
 
 
@@ -51,11 +51,6 @@ class Block(NamedTuple):
     def drafted(self) -> Bool[Array, "B T"]:
         """Whether a column has a draft."""
         return self.source >= 0
-
-
-def history_size(max_tokens: int) -> int:
-    """Places (N) of a row of `history_of` for sequences and predictions of `max_tokens`."""
-    return 2 * max_tokens + MAX_LOOKUP
 
 
 def history_of(

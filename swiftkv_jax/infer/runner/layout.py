@@ -23,9 +23,9 @@ from ...model.cache import (
 from ...model.config import Config
 from ...model.mesh import dp_size
 from ...model.sharding import replicated
-from .decode_state import DecodeBatch, DecodeState
+from ..engine.shapes import Shapes
+from .decode_state import DecodeBatch, DecodeState, empty_batch
 from .memory import bytes_per_device
-from .shapes import Shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Layout:
 
     def batch(self, count: int, shapes: Shapes) -> DecodeBatch:
         """The `ShapeDtypeStruct` of every array of a batch of `count` sequences."""
-        batch = shapes.empty_batch(count)
+        batch = empty_batch(count, shapes)
         return jax.tree.map(lambda leaf: self.array(leaf.shape, leaf.dtype), batch)
 
     def state(self, shapes: Shapes) -> DecodeState:
@@ -89,7 +89,7 @@ class Layout:
             self.cache_sharding,
             self.row_sharding,
         )
-        batch = jax.device_put(shapes.empty_batch(slots), self.replicated)
+        batch = jax.device_put(empty_batch(slots, shapes), self.replicated)
         counts = jnp.zeros((slots, self.config.vocab_size), jnp.uint16, device=self.replicated)
         history = None
         if size := shapes.history_size:

@@ -19,6 +19,7 @@ from ...model.quantization import Scheme
 from ...pallas_kernels import Implementation
 from ..engine.constrained import HostDrafts
 from ..engine.grammar import mask_words
+from ..engine.shapes import Shapes, has_own_start
 from .decode_programs import copy_pages, decode
 from .decode_state import PageTables, insert_row, insert_sequences, update_page_tables
 from .drafts import Drafting
@@ -35,7 +36,6 @@ from .prefill_chunk import (
 )
 from .prefill_programs import prefill_chunk, prefill_tail, score_chunk
 from .serving_form import Weights, served_config, weight_shapes
-from .shapes import Shapes, has_own_start
 
 INSERT_SEQUENCES = 8
 """Sequences that are added or removed in one call."""

@@ -22,11 +22,11 @@ from ...pallas_kernels import ImplementationError
 from ..engine.constrained import ConstrainedCall, constrained_call
 from ..engine.request_state import Chunk, SequenceState
 from ..engine.sampler_output import AsyncOutput, SamplerOutput
-from ..engine.speculation import DecodeCall
+from ..engine.shapes import DecodeCall, Shapes
 from ..sampling.penalties import token_counts_of
 from .choose_shapes import check_pages
 from .compilation import CompileCounter, compile_all
-from .decode_state import DecodeBatch, PageTables, make_batch, page_tables, sampling_of
+from .decode_state import DecodeBatch, empty_batch, make_batch, page_tables, sampling_of
 from .drafts import history_of
 from .exit import wait_at_exit
 from .layout import Layout
@@ -52,7 +52,6 @@ from .prefill_chunk import (
     scored_index,
 )
 from .serving_form import Weights
-from .shapes import Shapes
 from .wide_costs import measure_wide_costs
 
 logger = logging.getLogger(__name__)
@@ -190,7 +189,7 @@ class ModelRunner:
             if self.shapes.widths:
                 row, _ = history_of([], [], [], self.shapes.history_size)
                 self._insert_row("history", 0, row)
-            self._write("page_tables", [], self._page_tables([]))
+            self._write("page_tables", [], page_tables([], self.shapes))
         jax.block_until_ready(self._state)
         self.wide_costs = measure_wide_costs(self.shapes, self._fill, self._decode)
 
@@ -207,7 +206,7 @@ class ModelRunner:
     def remove_sequences(self, slots: Sequence[int]) -> None:
         """See `ModelRunnerBase`."""
         for some in itertools.batched(slots, INSERT_SEQUENCES):
-            self._write("insert", some, self.shapes.empty_batch(len(some)))
+            self._write("insert", some, empty_batch(len(some), self.shapes))
 
     def add_sequences(self, sequences: Sequence[SequenceState]) -> None:
         """See `ModelRunnerBase`."""
@@ -219,7 +218,7 @@ class ModelRunner:
                 tokens=[state.prefill_token_ids[-1] for state in states],
                 lengths=[state.prefill_target for state in states],
                 remaining=[sequence.num_remaining_tokens for sequence in some],
-                page_tables=self._page_tables(some),
+                page_tables=page_tables(some, self.shapes),
                 sampling=[sampling_of(sequence, self.eos_token_ids) for sequence in some],
                 own_start=own_start if self.shapes.has_own_start else None,
                 history_offset=offsets or None,
@@ -236,10 +235,7 @@ class ModelRunner:
         """See `ModelRunnerBase`."""
         for some in itertools.batched(sequences, INSERT_SEQUENCES):
             slots = [sequence.slot for sequence in some]
-            self._write("page_tables", slots, self._page_tables(some))
-
-    def _page_tables(self, sequences: Sequence[SequenceState]) -> PageTables:
-        return page_tables(sequences, self.shapes.table_pages, self.shapes.pages_per_own_page)
+            self._write("page_tables", slots, page_tables(some, self.shapes))
 
     def run_chunk(self, chunk: Chunk) -> AsyncOutput | None:
         """See `ModelRunnerBase`."""

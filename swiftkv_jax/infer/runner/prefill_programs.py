@@ -27,6 +27,7 @@ from ...model.layers import unembed
 from ...model.packed_attention import head_major, score_options
 from ...model.rope import Tables
 from ..engine.sampler_output import SamplerOutput
+from ..engine.shapes import kv_programs
 from ..sampling.logprobs import gather_logprobs
 from .cached_layers import (
     OwnCache,
@@ -41,7 +42,6 @@ from .first_tokens import FirstTokens
 from .layout import keep_cache_sharding, pool_sharding, replicate, state_sharding
 from .prefill_chunk import Joined, PrefillChunk, QueryTiles, UpperTokens, pack, unpack
 from .serving_form import Weights
-from .shapes import kv_programs
 from .taps import chunk_before
 
 HEAD_ROWS = 256

@@ -11,10 +11,9 @@ import jax
 import numpy as np
 
 from ...process.distributed import from_process_0
-from ..engine.speculation import DecodeCall
-from .decode_state import DecodeBatch
+from ..engine.shapes import DecodeCall, Shapes
+from .decode_state import DecodeBatch, empty_batch
 from .lowering import DecodeProgram
-from .shapes import Shapes
 
 MOST_CACHED = 1024
 """Most tokens of the sequences of a measurement."""
@@ -27,7 +26,7 @@ SAMPLE = 0.02
 def measured_batch(shapes: Shapes, count: int) -> DecodeBatch:
     """Sequences in the middle of their answers, which end with their page tables. Their pages hold
     anything."""
-    batch = shapes.empty_batch(count)
+    batch = empty_batch(count, shapes)
     pages = np.arange(count * shapes.table_pages, dtype=np.int32) % shapes.num_pages
     most = shapes.table_pages * shapes.page_size
     cached = min(MOST_CACHED, most // 2)
@@ -84,5 +83,5 @@ def measure_wide_costs(
 
     shards = range(shapes.dp_size)
     costs = tuple(cost(rows) for rows in shapes.decode_rows)
-    fill(shapes.empty_batch)
+    fill(lambda count: empty_batch(count, shapes))
     return from_process_0(costs)

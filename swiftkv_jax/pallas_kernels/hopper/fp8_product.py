@@ -21,8 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from .. import ImplementationError
 from ..device import num_multiprocessors
+from ..implementations import ImplementationError
 from .backward_block import COLUMN, ROW, ROWS, Accumulator, across, down
 
 _TILE = (2 * ROWS, 256)

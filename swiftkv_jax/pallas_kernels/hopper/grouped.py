@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from .. import ImplementationError
+from ..implementations import ImplementationError
 from .backward_block import ROWS, Accumulator, compiler_params
 
 COLUMNS = 128

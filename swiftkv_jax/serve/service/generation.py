@@ -12,8 +12,14 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ...errors import UsageError
-from ...infer.engine.requests import NOT_FINITE, Logprob, Request, RequestOutput, ScoreRequest
-from ...infer.engine.speculation import Drafts
+from ...infer.engine.requests import (
+    NOT_FINITE,
+    Drafts,
+    Logprob,
+    Request,
+    RequestOutput,
+    ScoreRequest,
+)
 from ...infer.text import TextStream, text_decoder
 from ..errors import APIError, invalid, of_usage
 from ..text.call_parser import AnswerPart, CallParser, ToolCallDelta

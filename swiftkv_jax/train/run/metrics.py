@@ -8,7 +8,6 @@ started, so that the devices do not wait for the host.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import logging
 import math
@@ -19,11 +18,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ...errors import DivergenceError, UsageError
+from ...errors import DivergenceError
 from ...process.distributed import is_main_process
 from ...process.files import write_atomic
 from ..loss.quality import FarLoss, PerplexityLoss, StudentLoss
-from ..recipe import Recipe
+from ..recipe import Recipe, report_package
 from .progress import Progress
 from .step import learning_rate
 
@@ -38,37 +37,6 @@ EVAL_PERPLEXITY_ERROR = "eval_perplexity_loss_error"
 """Name of the standard error of the share of the teacher's perplexity that is lost."""
 EVAL_FAR_TOKENS = "eval_far_tokens"
 """Name of their number."""
-
-_PACKAGES = {  # a name of `report_to`: the module that it needs, and how to get it
-    "jsonl": None,
-    "tensorboard": ("tensorboardX", "pip install 'swiftkv-jax[report]'"),
-    "wandb": ("wandb", "pip install wandb"),
-}
-
-
-def parse_report_to(text: str) -> tuple[str, ...]:
-    """`"tensorboard,wandb"` -> ("jsonl", "tensorboard", "wandb"): JSON lines are always written.
-
-    Raises `UsageError` for an unknown name, and for one whose package is not installed.
-    """
-    names = [name.strip() for name in text.split(",")]
-    if unknown := [name for name in names if name not in _PACKAGES]:
-        raise UsageError(
-            f"`report_to`={text!r}: {unknown[0]!r} is unknown; choose from {', '.join(_PACKAGES)}"
-        )
-    for name in names:
-        _package(name)
-    return tuple(dict.fromkeys(["jsonl", *names]))
-
-
-def _package(name: str) -> Any:
-    if _PACKAGES[name] is None:
-        return None
-    module, command = _PACKAGES[name]
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise UsageError(f"`report_to`={name} needs {module}: {command}") from None
 
 
 class MetricsLog:
@@ -159,7 +127,7 @@ class _TensorBoard:
     def __init__(self, folder: Path, first_step: int):
         purge_step = first_step + 1 if first_step else 0
         suffix = f".{first_step}"  # two attempts in one second would otherwise share a file
-        self._writer = _package("tensorboard").SummaryWriter(
+        self._writer = report_package("tensorboard").SummaryWriter(
             str(folder), purge_step=purge_step, filename_suffix=suffix
         )
 
@@ -177,7 +145,7 @@ class _WeightsAndBiases:
     it has already."""
 
     def __init__(self, folder: Path):
-        wandb = _package("wandb")
+        wandb = report_package("wandb")
         kept_id = folder / "wandb_id"
         known = kept_id.read_text().strip() if kept_id.exists() else None
         self._run = wandb.init(

@@ -9,7 +9,7 @@ from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer import Engine
 from swiftkv_jax.infer.bench import timing
 from swiftkv_jax.infer.bench.cells import Cell, arrival_times
-from swiftkv_jax.infer.engine.speculation import SpeculativeConfig
+from swiftkv_jax.infer.engine.options import SpeculativeConfig
 from tests.infer.bench.conftest import CELL
 from tests.infer.mock_model_runner import continuation, mock_engine
 

@@ -10,9 +10,9 @@ import pytest
 from swiftkv_jax.infer.engine.constrained import constrained_call, fill_masks_along
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.grammar import fill_rows, mask_words
+from swiftkv_jax.infer.engine.options import SpeculativeConfig
 from swiftkv_jax.infer.engine.requests import Request
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
-from swiftkv_jax.infer.engine.speculation import SpeculativeConfig
 from swiftkv_jax.infer.structured.structured_outputs import StructuredOutputs
 from swiftkv_jax.infer.structured.token_filter import TokenFilter
 from tests.infer.engine import test_reasoning_grammar as reasoning

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from swiftkv_jax.infer.engine.engine import Engine
+from swiftkv_jax.infer.engine.options import SpeculativeConfig
 from swiftkv_jax.infer.engine.requests import Request
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
-from swiftkv_jax.infer.engine.speculation import SpeculativeConfig
 from swiftkv_jax.infer.runner.build import build_model_runner
 from swiftkv_jax.infer.runner.choose_shapes import choose_shapes
 from swiftkv_jax.infer.runner.lowering import DecodeProgram, PrefillProgram

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from swiftkv_jax.infer.engine.engine import Engine
+from swiftkv_jax.infer.engine.options import SpeculativeConfig
 from swiftkv_jax.infer.engine.requests import Request
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.infer.engine.shadow_drafts import ShadowDrafts, lookup_text
-from swiftkv_jax.infer.engine.speculation import DecodeCall, SpeculativeConfig
+from swiftkv_jax.infer.engine.shapes import DecodeCall, Shapes
 from swiftkv_jax.infer.runner import wide_costs
-from swiftkv_jax.infer.runner.shapes import Shapes
 from tests.infer.engine.test_speculation import MODES, answers, check_equal, engines, expected_of
 from tests.infer.mock_model_runner import mock_engine
 

@@ -13,13 +13,9 @@ import pytest
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.bench.dummy import dummy_model
 from swiftkv_jax.infer.engine.engine import Engine
-from swiftkv_jax.infer.engine.requests import Request
+from swiftkv_jax.infer.engine.options import SpeculativeConfig, parse_speculative_config
+from swiftkv_jax.infer.engine.requests import Drafts, Request
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
-from swiftkv_jax.infer.engine.speculation import (
-    Drafts,
-    SpeculativeConfig,
-    parse_speculative_config,
-)
 from swiftkv_jax.model.config import LayerKind
 from swiftkv_jax.model.mesh import make_mesh
 from tests.infer.engine.own_kv_engines import LONG, engine_of, mode_of, model, options

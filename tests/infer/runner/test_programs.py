@@ -15,12 +15,11 @@ from swiftkv_jax.checkpoints.hf_config import config_from_hf
 from swiftkv_jax.infer.engine.request_state import RequestState, ScheduledTokens
 from swiftkv_jax.infer.engine.requests import ScoreRequest
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
+from swiftkv_jax.infer.engine.shapes import Shapes
 from swiftkv_jax.infer.runner.decode_programs import copy_pages, decode
 from swiftkv_jax.infer.runner.decode_state import (
-    DecodeBatch,
     DecodeState,
     PageTables,
-    empty_batch,
     make_batch,
 )
 from swiftkv_jax.infer.runner.lowering import (
@@ -33,7 +32,6 @@ from swiftkv_jax.infer.runner.lowering import (
 from swiftkv_jax.infer.runner.prefill_chunk import Joined, chunk_needs, pack_chunk, pack_upper
 from swiftkv_jax.infer.runner.prefill_programs import prefill_chunk, score_chunk
 from swiftkv_jax.infer.runner.serving_form import served_config, serving_weights
-from swiftkv_jax.infer.runner.shapes import Shapes
 from swiftkv_jax.infer.sampling.metadata import sampling_row
 from swiftkv_jax.model.attention import Attention
 from swiftkv_jax.model.cache import KVCache, bytes_per_token, init_cache
@@ -266,15 +264,6 @@ def test_an_end_token_is_emitted_and_finishes_its_row():
         model, state_of(model, 1, 9, eos_token_ids=(60 if end != 60 else 59, end)), [0], 9
     )
     assert tokens[0].tolist() == free[0, : first + 1].tolist() + [-1] * (8 - first)
-
-
-def test_an_empty_batch_has_no_tokens_to_emit():
-    rows = empty_batch(3, TABLE)
-    assert (
-        isinstance(rows, DecodeBatch)
-        and rows.remaining.tolist() == [0] * 3
-        and rows.page_table.shape == (3, TABLE)
-    )
 
 
 # Costs ------------------------------------------------------------------------

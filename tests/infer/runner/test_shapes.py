@@ -7,8 +7,8 @@ import pytest
 
 from swiftkv_jax.checkpoints.hf_config import config_from_hf
 from swiftkv_jax.infer.engine.options import EngineOptions
+from swiftkv_jax.infer.engine.shapes import Shapes
 from swiftkv_jax.infer.runner.choose_shapes import choose_shapes
-from swiftkv_jax.infer.runner.shapes import Shapes
 from swiftkv_jax.plan.hardware import hardware_of
 from tests import tiny
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ...model.config import Config
-from ..engine.shadow_drafts import MAX_LOOKUP
-from ..engine.speculation import DecodeCall
-from .decode_state import DecodeBatch, empty_batch
-from .drafts import history_size
+from .shadow_drafts import MAX_LOOKUP, lookup_places
 
 KVPrograms = Literal["boundary", "own", "both"]
 
@@ -17,6 +14,19 @@ SHORT_PROMPT = 32
 """Tokens of a prompt on average for which the smaller chunks have spare query tiles."""
 UnconstrainedKind = Literal["sampling", "greedy"]
 """The kind of a decode call whose sequences follow no grammar."""
+
+
+class DecodeCall(NamedTuple):
+    """The size of a decode call."""
+
+    steps: int
+    width: int = 1
+    """Most tokens of a sequence in a step."""
+
+    @property
+    def most(self) -> int:
+        """Most tokens that a sequence can emit."""
+        return self.steps * self.width
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +84,7 @@ class Shapes:
     @property
     def history_size(self) -> int:
         """Places of a row of text in which drafts are looked up; 0 without speculation."""
-        return history_size(self.table_pages * self.page_size) if self.widths else 0
+        return lookup_places(self.table_pages * self.page_size) if self.widths else 0
 
     def size_of(self, rows: int) -> int:
         """The smallest of `decode_rows` for so many sequences."""
@@ -104,16 +114,6 @@ class Shapes:
         """The kind of a call, given whether all of its sequences are plain greedy."""
         kinds = self.decode_kinds if call.width == 1 else self.wide_kinds
         return "greedy" if plain_greedy and "greedy" in kinds else "sampling"
-
-    def empty_batch(self, count: int) -> DecodeBatch:
-        """A decode batch in NumPy of `count` slots without sequences."""
-        return empty_batch(
-            count,
-            self.table_pages,
-            own_start=self.has_own_start,
-            pages_per_own_page=self.pages_per_own_page,
-            drafts=bool(self.widths),
-        )
 
     @property
     def single_step_sizes(self) -> tuple[int, ...]:
