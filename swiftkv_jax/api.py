@@ -47,6 +47,7 @@ def load(
     dtype: jnp.dtype | str | None = None,
     mesh: Mesh | None = None,
     quantization: Literal["none", "fp8", "int8"] | None = None,
+    adapter: str | os.PathLike[str] | None = None,
 ) -> Model:
     """Load a Hugging Face directory (of a family in docs/models.md, or SwiftKV as the authors
     publish it), a GGUF file, a directory written by `save`, or a model of the Hugging Face Hub.
@@ -58,13 +59,19 @@ def load(
     layers' matrices per output channel while they are read, `"none"` dequantises those of a
     quantised checkpoint, and None takes them as they are, or decoded to `dtype` where the format is
     not one of these two; see `quantization.Scheme` for how products then run. A quantised model is
-    for inference. Raises `CheckpointError` for anything missing, damaged or unsupported.
+    for inference. `adapter` is a LoRA adapter of PEFT, a directory or a name on the Hub, which is
+    merged while the weights are read. Raises `CheckpointError` for anything missing, damaged or
+    unsupported.
     """
     from . import checkpoints
     from .checkpoints.hub import local_path
 
     path = local_path(path, revision)
-    return checkpoints.load(path, dtype=dtype, mesh=mesh, quantization=quantization)
+    if adapter is not None:
+        adapter = local_path(adapter, weights=False)
+    return checkpoints.load(
+        path, dtype=dtype, mesh=mesh, quantization=quantization, adapter=adapter
+    )
 
 
 def save(model: Model, path: str | os.PathLike[str]) -> None:

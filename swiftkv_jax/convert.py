@@ -51,6 +51,11 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument(
             "--dtype", choices=_DTYPES, help="dtype to write (default: the one stored)"
         )
+        sub.add_argument(
+            "--adapter",
+            metavar="DIR",
+            help="LoRA adapter of PEFT to merge: a directory or a name on the Hub",
+        )
 
     def base(sub: argparse.ArgumentParser, text: str) -> None:
         sub.add_argument(
@@ -82,7 +87,8 @@ def parser() -> argparse.ArgumentParser:
     orbax2hf = command(
         "orbax2hf",
         "Convert an Orbax directory, a GGUF file, or a training run, finished or not, to Hugging "
-        "Face safetensors; or a Hugging Face directory to another --format of them.",
+        "Face safetensors; or a Hugging Face directory to another --format of them, or with an "
+        "--adapter merged.",
     )
     target(orbax2hf)
     of_run(orbax2hf)

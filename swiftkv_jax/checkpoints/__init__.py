@@ -1,5 +1,6 @@
 """Checkpoints, in and out: Hugging Face directories (`hf_read`, `hf_write`), GGUF files
-(`gguf`), our own (`orbax_io`), training runs (`training_run`, `states`).
+(`gguf`), our own (`orbax_io`), training runs (`training_run`, `states`), and adapters (`peft`,
+`merge`).
 
 Reading and writing go leaf by leaf (`source`), names are strict (`tensor_map`, from the table in
 `params`), every weight has a digest (`digest`), and a directory appears complete or not at all
@@ -23,6 +24,7 @@ from .gguf.file import is_gguf
 from .gguf.read import gguf_files, open_gguf
 from .hf_read import open_hf
 from .hf_write import Format, write_hf
+from .merge import with_adapter
 from .orbax_io import MANIFEST, open_orbax, write_orbax
 from .source import Quantization, Source
 
@@ -36,10 +38,14 @@ def load(
     mesh: Mesh | None = None,
     config: Config | None = None,
     quantization: Quantization | None = None,
+    adapter: str | os.PathLike[str] | None = None,
 ) -> Model:
-    """Load a checkpoint of any kind. `config` as in `open_any`, the others as in `source.load`.
-    Raises `CheckpointError` for anything missing, damaged or unsupported."""
+    """Load a checkpoint of any kind. `config` as in `open_any`, `adapter` is the folder of one to
+    merge (`merge.with_adapter`), the others as in `source.load`. Raises `CheckpointError` for
+    anything missing, damaged or unsupported."""
     opened = open_any(path, config)
+    if adapter is not None:
+        opened = with_adapter(opened, Path(adapter))
     assert opened.path is not None
     tokenizer = load_tokenizer(opened.path, opened.auxiliary_files)
     return source.load(

@@ -82,8 +82,8 @@ def _adapter(file: Path) -> str:
     except (OSError, ValueError, AttributeError):
         base = None
     return (
-        f"{ADAPTER}: an adapter, not a model; merge it into its base{f' {base}' if base else ''} "
-        f"first, by merge_and_unload of peft, and save that with its tokenizer"
+        f"{ADAPTER}: an adapter, not a model: swiftkv convert orbax2hf {base or 'BASE'} DST "
+        f"--adapter {file.parent} merges it into its base"
     )
 
 

@@ -23,6 +23,7 @@ from . import foreign
 from .auxiliary import GENERATION_CONFIG, TOKENIZER_FILES
 from .gguf.file import is_later_part, is_model_name, shards
 from .hf_write import INDEX, SINGLE_FILE
+from .peft import WEIGHTS as ADAPTER_WEIGHTS
 from .quantized.config import MODELOPT
 from .tokenizer import TEMPLATES
 
@@ -36,8 +37,10 @@ _SIDE_FILES = (
     *TOKENIZER_FILES,
     f"{TEMPLATES}/*.jinja",
     INDEX,
-    # These are not read, but say why the model is not.
+    # Of an adapter; beside a model they are not read.
     foreign.ADAPTER,
+    ADAPTER_WEIGHTS,
+    # This is not read, but says why the model is not.
     MODELOPT,
     ".gitattributes",  # which every repository has, so that something is found
 )
@@ -63,10 +66,10 @@ def local_path(
     Hub, the folder in the cache, or the GGUF file (its first part), downloaded if it has to be.
 
     `revision` is a branch, a tag or a commit; None is `main`. Weights in safetensors are fetched,
-    the tokenizer's files, chat templates and configs, and nothing else; without `weights`, not
-    those in safetensors. A GGUF file, whose metadata is the model's config and tokenizer, always
-    is. Raises `CheckpointError` if this fails, `UsageError` for a revision of what is not on the
-    Hub.
+    the tokenizer's files, chat templates and configs, and adapters, and nothing else; without
+    `weights`, not those of a model in safetensors. A GGUF file, whose metadata is the model's
+    config and tokenizer, always is. Raises `CheckpointError` if this fails, `UsageError` for a
+    revision of what is not on the Hub.
     """
     model = os.fspath(model)
     if not is_repository(model):

@@ -40,12 +40,12 @@ class TensorReader:
                 range(*part.indices(size)) for part, size in zip(index, leaf.shape, strict=True)
             )
             if ranges not in blocks:
-                blocks[ranges] = self._read_ranges(leaf, ranges, dtype, verified)
+                blocks[ranges] = self.read_ranges(leaf, ranges, dtype, verified)
             return blocks[ranges]
 
         return jax.make_array_from_callback(leaf.shape, sharding, block)
 
-    def _read_ranges(
+    def read_ranges(
         self, leaf: MappedLeaf, ranges: tuple[range, ...], dtype: np.dtype, verified: set[str]
     ) -> np.ndarray:
         """The part of a leaf within `ranges`, one tensor after another. Of a tensor that is read in
@@ -55,7 +55,7 @@ class TensorReader:
             head = range(leaf.shape[axis])
             part = ranges[axis]
             if part != head:
-                whole = self._read_ranges(
+                whole = self.read_ranges(
                     leaf, (*ranges[:axis], head, *ranges[axis + 1 :]), dtype, verified
                 )
                 return whole[(slice(None),) * axis + (slice(part.start, part.stop),)]

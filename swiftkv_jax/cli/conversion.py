@@ -23,6 +23,7 @@ from ..checkpoints.gguf.read import stored_types
 from ..checkpoints.hf_read import delta_config, open_delta
 from ..checkpoints.hf_write import write_hf
 from ..checkpoints.hub import local_path
+from ..checkpoints.merge import with_adapter
 from ..checkpoints.quantized.config import read_quantization_config
 from ..checkpoints.source import Source
 from ..checkpoints.tensor_map import MappedLeaf
@@ -76,6 +77,8 @@ def _hf2orbax(args: argparse.Namespace) -> int:
         if args.base is None
         else open_delta(src, open_any(args.base, delta_config(src)))
     )
+    if args.adapter is not None:
+        opened = with_adapter(opened, local_path(args.adapter, weights=False))
     with _bar(opened) as advance:
         orbax_io.write_orbax(opened, args.dst, dtype=args.dtype, mesh=mesh, progress=advance)
     return cli.OK
@@ -83,10 +86,17 @@ def _hf2orbax(args: argparse.Namespace) -> int:
 
 def _orbax2hf(args: argparse.Namespace) -> int:
     kind, opened = _open(args)
-    if kind == HUGGING_FACE and args.format == "full":
+    if args.adapter is not None:
+        if args.format == "delta":
+            raise UsageError(
+                "--adapter with --format delta: a delta is joined with the base that it was made "
+                "for, which is not the merged one; write another --format"
+            )
+        opened = with_adapter(opened, local_path(args.adapter, weights=False))
+    elif kind == HUGGING_FACE and args.format == "full":
         raise CheckpointError(
             f"{opened.path}: a Hugging Face directory in this format already; give a training run, "
-            f"one written by hf2orbax or save, or another --format"
+            f"one written by hf2orbax or save, another --format, or an --adapter to merge"
         )
     with _bar(opened) as advance:
         write_hf(opened, args.dst, format=args.format, dtype=args.dtype, progress=advance)

@@ -32,10 +32,12 @@ def load_model(options: ModelOptions) -> tuple[Model, Mesh | None]:
 def open_model(options: ModelOptions) -> Source:
     """Open the checkpoint without its weights, before the devices are set up. Most user errors are
     found here. Raises `UsageError` and `CheckpointError`."""
-    from ..checkpoints import open_any
+    from ..checkpoints import open_any, with_adapter
 
     _check_demo(options)
     source = open_any(options.path)
+    if options.adapter_path is not None:
+        source = with_adapter(source, options.adapter_path)
     _check_parts(options, source.has_delta, source.has_teacher)
     return source
 
@@ -59,7 +61,13 @@ def read_model(options: ModelOptions, mesh: Mesh | None) -> Model:
     from ..checkpoints import load  # after the devices are set up
 
     path = options.path
-    model = load(path, dtype=_dtype(options), mesh=mesh, quantization=options.quantization)
+    model = load(
+        path,
+        dtype=_dtype(options),
+        mesh=mesh,
+        quantization=options.quantization,
+        adapter=options.adapter_path,
+    )
     _check_parts(options, model.swiftkv is not None, model.llama.upper_qkv is not None)
     name = "demo" if options.model is None else options.model
     logger.info("%s: %s", name, describe(model, model.uses_swiftkv(options.uses_swiftkv)))

@@ -27,6 +27,12 @@ NO_CACHE = "none"
 revision = functools.partial(
     option, None, "branch, tag or commit of a model on the Hub (default: main)", metavar="NAME"
 )
+adapter = functools.partial(
+    option,
+    None,
+    "LoRA adapter of PEFT to merge while weights are read: a directory or its name on the Hub",
+    metavar="DIR",
+)
 coordinator_address = functools.partial(
     option,
     None,
@@ -71,6 +77,7 @@ class ModelOptions:
     )
     """Path or name as it was typed: a `Path` would lose the `./` that makes it a path."""
     revision: str | None = revision()
+    adapter: str | os.PathLike[str] | None = adapter()
     swiftkv: str = option(
         "auto",
         "off runs the unmodified teacher (default: on if the checkpoint has it)",
@@ -125,6 +132,14 @@ class ModelOptions:
                 raise UsageError(f"`revision`={self.revision} goes with `model`")
             return demo.SWIFTKV
         return exported_model(local_path(self.model, self.revision))
+
+    @functools.cached_property
+    def adapter_path(self) -> Path | None:
+        """The adapter's directory. One on the Hub is downloaded. Raises `CheckpointError` if that
+        fails."""
+        from ..checkpoints.hub import local_path
+
+        return None if self.adapter is None else local_path(self.adapter, weights=False)
 
     @property
     def name(self) -> str:

@@ -83,7 +83,8 @@ def main(args: argparse.Namespace) -> int:
     if is_main_process():
         print(table(reports))
         if options.output:
-            settings = {"swiftkv": sides.swiftkv, "limit": options.limit}
+            adapter = model_options.adapter and str(model_options.adapter)
+            settings = {"adapter": adapter, "swiftkv": sides.swiftkv, "limit": options.limit}
             settings |= {name: getattr(args, name) for name in SETTINGS}
             write_json(options.output, document(model_options.path, settings, reports))
     return cli.OK

@@ -47,11 +47,11 @@ def test_an_adapter(tmp_path, config):
     fields = {"peft_type": "LORA", "base_model_name_or_path": "Qwen/Qwen3-8B"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
     assert message(tmp_path) == (
-        "adapter_config.json: an adapter, not a model; merge it into its base Qwen/Qwen3-8B first, "
-        "by merge_and_unload of peft, and save that with its tokenizer"
+        f"adapter_config.json: an adapter, not a model: swiftkv convert orbax2hf Qwen/Qwen3-8B DST "
+        f"--adapter {tmp_path} merges it into its base"
     )
     (tmp_path / "adapter_config.json").write_text("[")
-    assert "merge it into its base first, by" in message(tmp_path)
+    assert "swiftkv convert orbax2hf BASE DST --adapter" in message(tmp_path)
 
 
 POINTED = ["model.safetensors", "tokenizer.json", "tokenizer.model", "config.json"]

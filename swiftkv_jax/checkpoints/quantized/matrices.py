@@ -14,6 +14,7 @@ import numpy as np
 
 from ...errors import CheckpointError
 from ..gguf.file import GgufTensor
+from ..peft import LowRank
 from ..safetensors_io import WIDE, Stored, read_block
 from ..tensor_map import Expected, MappedLeaf, TensorNames, check_no_problems, differences
 from . import decode
@@ -126,7 +127,7 @@ class SpreadScale:
         out[...] = _whole(self.stored).astype(np.float32).reshape(1, 1)
 
 
-type Tensor = Stored | EncodedMatrix | SpreadScale | GgufTensor
+type Tensor = Stored | EncodedMatrix | SpreadScale | GgufTensor | LowRank
 """The tensor with the values of one name."""
 
 

@@ -205,7 +205,7 @@ class BenchOptions:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("mode", choices=MODES, help="what to measure: see above")
-    add_flags(parser, ModelOptions, leave_out=("swiftkv",))
+    add_flags(parser, ModelOptions, leave_out=("adapter", "swiftkv"))
     add_flags(group(parser, "what to measure"), BenchOptions)
     add_flags(parser, EngineOptions)
 

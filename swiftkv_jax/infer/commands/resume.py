@@ -55,10 +55,11 @@ def output_settings(
 ) -> dict[str, Any]:
     """Everything but the sampling that changes what a row becomes, as JSON. `engine_fields` are
     those of `EngineOptions` for which there was a flag."""
+    paths = [model_options.path, *filter(None, [model_options.adapter_path])]
     return {
         "command": command,
         "input": input_digest,
-        "model": checkpoint_digest(model_options.path),
+        "model": "+".join(map(checkpoint_digest, paths)),
         "swiftkv": model.uses_swiftkv(model_options.uses_swiftkv),
         "dtype": str(model.dtype),
         "quantization": model_options.quantization,
