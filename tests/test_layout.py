@@ -8,15 +8,13 @@ import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import FUNCTION_MODULES
-
-ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "swiftkv_jax"
-FILES = sorted(PACKAGE.rglob("*.py"))
+from tests.sources import FILES, PACKAGE, ROOT, nodes, tree
 
 # From the bottom up: a room imports, at module level or not, only rooms of earlier rows. The same
 # holds inside two of them.
@@ -70,24 +68,16 @@ def module_name(path: Path) -> str:
 @functools.cache
 def imports(path: Path, *, module_level_only: bool = False) -> set[str]:
     """Dotted names a file imports; those of this package without its name, as in `module_name`."""
-    tree, found = ast.parse(path.read_text()), set()
+    found = set()
     package = (
         module_name(path).split(".")
         if path.name == "__init__.py"
         else module_name(path).split(".")[:-1]
     )
-    inside_functions = {
-        id(node)
-        for outer in ast.walk(tree)
-        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef)
-        for node in ast.walk(outer)
-    }
-    for node in ast.walk(tree):
-        if module_level_only and id(node) in inside_functions:
-            continue
+    for node in import_statements(tree(path), module_level_only=module_level_only):
         if isinstance(node, ast.Import):
             found |= {alias.name.removeprefix("swiftkv_jax.") for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+        else:
             base = [part for part in package if part]
             if node.level:
                 base = base[: len(base) - (node.level - 1)]
@@ -96,6 +86,18 @@ def imports(path: Path, *, module_level_only: bool = False) -> set[str]:
                 base = (node.module or "").removeprefix("swiftkv_jax.").split(".")
             found |= {".".join([*base, alias.name]) for alias in node.names}
     return found
+
+
+def import_statements(
+    node: ast.AST, *, module_level_only: bool
+) -> Iterator[ast.Import | ast.ImportFrom]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and module_level_only:
+            continue
+        elif not isinstance(child, ast.expr):
+            yield from import_statements(child, module_level_only=module_level_only)
 
 
 def of_package(names: set[str], part: str) -> set[str]:
@@ -332,7 +334,7 @@ def test_imports_inside_the_package_are_relative():
     for path in FILES:
         if path.name == "__main__.py":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level:
                 names = [node.module or ""]
@@ -348,7 +350,6 @@ def test_top_level_links():
 
 def test_conditional_expressions_do_not_grow():
     """Each may be right; too many hide what a type or a default could say."""
-    trees = [ast.parse(path.read_text()) for path in FILES]
-    count = sum(isinstance(node, ast.IfExp) for tree in trees for node in ast.walk(tree))
+    count = sum(isinstance(node, ast.IfExp) for path in FILES for node in nodes(path))
     lines = sum(path.read_text().count("\n") for path in FILES)
     assert 1000 * count / lines <= 16.5

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-FILES = sorted((ROOT / "swiftkv_jax").rglob("*.py"))
+from tests.sources import FILES, ROOT, nodes
 
 # Retired word -> the field's word. Parts of a name count too: `num_lanes` has `lanes`.
 RETIRED = {
@@ -162,7 +161,7 @@ def test_pages_are_plain(page):
 def help_strings(path: Path) -> list[str]:
     """The arguments `help` and `description` of a module's calls."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.keyword) and node.arg in ("help", "description"):
             texts = (part.value for part in ast.walk(node.value) if isinstance(part, ast.Constant))
             found.append("".join(text for text in texts if isinstance(text, str)))
@@ -187,12 +186,12 @@ def test_words_are_found_in_names_comments_and_strings(tmp_path):
 
 def test_a_statement_says_one_thing():
     """`a, b = x, y` is for what belongs together: at most three times in 1,000 lines."""
-    statements = [node for path in FILES for node in ast.walk(ast.parse(path.read_text()))]
     pairs = sum(
         isinstance(node, ast.Assign)
         and isinstance(node.targets[0], ast.Tuple)
         and isinstance(node.value, ast.Tuple)
-        for node in statements
+        for path in FILES
+        for node in nodes(path)
     )
     lines = sum(len(path.read_text().splitlines()) for path in FILES)
     assert pairs <= 3 * lines / 1000
@@ -204,10 +203,10 @@ FRAGMENTS = set(
 )
 
 
-def _documented(tree: ast.Module) -> list[tuple[int, str]]:
+def _documented(path: Path) -> list[tuple[int, str]]:
     """(line, docstring) of a module, its classes and functions, and of their fields."""
     found = []
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             texts = [node.body[0]] if ast.get_docstring(node) else []
         else:
@@ -228,7 +227,7 @@ def test_docstrings_open_with_a_noun_or_a_verb():
     fragments = [
         f"{path.relative_to(ROOT)}:{line}: {text.strip().partition(chr(10))[0]}"
         for path in FILES
-        for line, text in _documented(ast.parse(path.read_text()))
+        for line, text in _documented(path)
         if text.split()[0].strip('`".,:;').lower() in FRAGMENTS
     ]
     assert not fragments, "\n".join(fragments)

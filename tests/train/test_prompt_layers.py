@@ -34,7 +34,7 @@ def model() -> Model:
     return dataclasses.replace(student, swiftkv=jax.tree.unflatten(tree, drawn))
 
 
-@pytest.mark.parametrize("generated_kv", ["boundary", "own"])
+@pytest.mark.parametrize("generated_kv", [pytest.param("boundary", marks=pytest.mark.long), "own"])
 def test_gradients_are_finite_differences(model, generated_kv):
     """Of taps, maps and neurons, and of the projections of the prompt attention layers."""
     model = dataclasses.replace(
@@ -63,6 +63,7 @@ def test_gradients_are_finite_differences(model, generated_kv):
         assert np.min(each.max(-1)) > 0, name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", ["data=2,fsdp=2,model=2"])
 def test_the_update_is_the_same_on_every_mesh(mesh, monkeypatch):
     fields = {"prompt_attention_layers": 1, "prompt_mlp_neurons": 12, "boundary_taps": 1}

@@ -190,16 +190,17 @@ def test_a_prompt_may_go_on_from_pages_of_the_same_chunk():
     ("name", "fields"),
     [
         pytest.param("boundary, groups", {"kv_cache_dtype": "int8"}, marks=pytest.mark.long),
-        ("own, a tail", {}),
+        pytest.param("own, a tail", {}, marks=pytest.mark.long),
+        ("boundary", {}),
     ],
     ids=str,
 )
 def test_a_preempted_request_goes_on(name, fields):
     """Tokens are those of an engine with room."""
-    common = options(scoring=False, **fields)
+    common = options(**fields)
     params = SamplingParams(max_tokens=30, temperature=0.8, seed=3)
     requests = [Request((5, 1 + number, 7), params, rng_stream=number) for number in range(4)]
-    roomy = Engine.from_model(student(name), common)
+    roomy = engine_of(name) if not fields else Engine.from_model(student(name), common)
     memory = 20 * roomy.model_runner.layout.page_bytes(PAGE)
     narrow = dataclasses.replace(common, kv_cache_memory=memory, reserve_tokens=4)
     tight = Engine.from_model(student(name), narrow)

@@ -139,7 +139,7 @@ def test_soak(format, swiftkv, compilations):
     live: dict[int, tuple[tuple[int, ...], SamplingParams, int]] = {}
     outputs: dict[tuple[int, int], list[int]] = {}
     finished = []
-    for prompt in prompts_of(1, 60):
+    for prompt in prompts_of(1, 40):
         params = SamplingParams(max_tokens=rng.randint(1, 10), **rng.choice(MIXTURE))
         stream = rng.randrange(3)
         live[engine.add_request(Request(prompt, params, rng_stream=stream))] = (
@@ -163,7 +163,7 @@ def test_soak(format, swiftkv, compilations):
     assert any(id in live and (id, 0) not in finished for id, sample in finished if sample)
     assert compilations == [] and engine.stats.compilations == 0
     assert engine.pages_in_use == 0 and engine.prefix_stats.hits > 0
-    assert len(finished) > 50
+    assert len(finished) > 30
     if format == "int8":
         used = programs.keys_used
         prefills = {program for program in used if isinstance(program, PrefillProgram)}

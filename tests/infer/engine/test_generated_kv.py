@@ -65,7 +65,7 @@ def test_answers_are_the_oracles(mode):
     "mode",
     [
         *(pytest.param(mode, marks=LONG) for mode in ("own", "tail 1", "own g=4", "tail 1 g=2")),
-        *("tail 6", "own g=2", "tail 6 g=4"),
+        *("own g=2", "tail 6 g=4", pytest.param("tail 6", marks=LONG)),
     ],
 )
 def test_scores_are_the_oracles(mode):
@@ -172,11 +172,9 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.short("tail 6-tiny chunks0")
 @pytest.mark.parametrize(
     ("mode", "fields"),
     [
-        ("tail 6", "tiny chunks"),
         ("tail 6 g=4", "tiny chunks"),
         *(
             pytest.param(mode, fields, marks=LONG)
@@ -219,19 +217,17 @@ def test_gathered_pages_change_nothing(mode, monkeypatch):
 @pytest.mark.parametrize(
     "mode",
     [
-        *("tail 6", "tail 6 g=2"),
+        "tail 6 g=4",
         *(
             pytest.param(mode, marks=LONG)
-            for mode in ("own", "boundary", "tail 1", "own g=4", "boundary g=4")
+            for mode in ("tail 6", "own", "boundary", "tail 1", "own g=4", "boundary g=4")
         ),
     ],
 )
 def test_answers_do_not_depend_on_the_cache(mode):
     """A conversation of three turns, each of which contains the answers before it, over a cold
     cache and over one that holds the earlier turns, scores and other continuations of them."""
-    served = model(mode_of(mode).shape)
-    warm = Engine.from_model(served, options(mode))
-    cold = Engine.from_model(served, options(mode, enable_prefix_caching=False))
+    warm, cold = engine_of(mode), engine_of(mode, ("enable_prefix_caching", False))
     conversation = list(prompts_of(3, 1)[0])
     for turn in range(3):
         ((tokens, logprobs),) = run(cold, [greedy(conversation)])
@@ -251,7 +247,7 @@ def test_answers_do_not_depend_on_the_cache(mode):
     assert warm.pages_in_use == 0
 
 
-@pytest.mark.parametrize("mode", ["tail 6", "tail 6 g=4"])
+@pytest.mark.parametrize("mode", ["tail 6 g=4", pytest.param("tail 6", marks=LONG)])
 def test_samples_share_their_prompt(mode):
     """They copy the page that is partly filled, own keys and values included; each answer has the
     log-probabilities of whole rows."""

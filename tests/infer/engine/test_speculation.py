@@ -107,7 +107,12 @@ def requests_of(seed: int, count: int) -> list[Request]:
 
 
 @pytest.mark.parametrize(
-    "mode", [*MODES, pytest.param(("tail 1 g=4", 4, 144), marks=LONG)], ids=str
+    "mode",
+    [
+        *(MODES[0], MODES[2]),
+        *(pytest.param(mode, marks=LONG) for mode in (MODES[1], ("tail 1 g=4", 4, 144))),
+    ],
+    ids=str,
 )
 def test_random_requests_get_the_same_tokens(mode):
     narrow, wide = engines(*mode)
