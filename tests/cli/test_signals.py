@@ -249,7 +249,7 @@ def test_train_between_steps(tmp_path):
     (tmp_path / "code.txt").write_text("def f(x):\n    return x\n\n" * 200)
     flags = (
         f"--data {tmp_path / 'code.txt'} --output-dir {tmp_path / 'run'} --max-steps 1000 "
-        "--max-length 32 --batch-size 4 --logging-steps 1"
+        "--max-length 32 --batch-size 4 --logging-steps 1 --init leader"
     )
     with Process("-m", "swiftkv_jax.train", *flags.split()) as process:
         process.wait_for("step 2")

@@ -64,9 +64,9 @@ TYPES = {
 
 
 def test_random_schemas():
-    """500 schemas of random properties; what they admit has their form."""
+    """150 schemas of random properties; what they admit has their form."""
     rng, ended = np.random.default_rng(0), 0
-    for seed in range(500):
+    for seed in range(150):
         names = rng.permutation(list(TYPES))[: rng.integers(1, 4)].tolist()
         required = [name for name in names if rng.random() < 0.6]
         schema = {
@@ -83,7 +83,7 @@ def test_random_schemas():
         assert set(required) <= set(found) <= set(names), text
         assert all(TYPES[name][1](value) for name, value in found.items()), text
         assert not re.search(r"\s{17}", text)
-    assert ended > 400
+    assert ended > 120
 
 
 @pytest.mark.parametrize(
