@@ -11,10 +11,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import swiftkv_jax as skv
+from swiftkv_jax.cli.model_loading import open_model, read_model
+from swiftkv_jax.cli.model_options import ModelOptions
 from swiftkv_jax.convert import main
 from swiftkv_jax.errors import CheckpointError
 from swiftkv_jax.model.mesh import make_mesh
 from tests.checkpoints.hf_models import TIED, assert_same_models, edit, tensors
+from tests.checkpoints.hub_server import add, hub_with
 from tests.families import models
 from tests.families.running import logits
 
@@ -55,8 +58,8 @@ def adapter(path: Path, modules: dict[str, float], base=TIED, rank: int = 2, **f
     return path
 
 
-def add(arrays: dict[str, np.ndarray], path: Path) -> None:
-    """Add the adapter to the tensors of its base, a student."""
+def add_matrices(arrays: dict[str, np.ndarray], path: Path) -> None:
+    """Add the matrices of the adapter to the tensors of its base, a student."""
     halves = load_file(path / WEIGHTS)
     for name in (name for name in halves if "lora_A" in name):
         product = 1.5 * (halves[name.replace("lora_A", "lora_B")] @ halves[name])
@@ -81,17 +84,16 @@ def test_a_student(tmp_path):
     """The teacher's upper queries are the student's too; from every kind of checkpoint and on a
     mesh the sums are the same, to the bit."""
     found = adapter(tmp_path / "adapter", dict.fromkeys(MODULES, 0.1))
-    edited = skv.load(edit(TIED, tmp_path / "edited", lambda arrays: add(arrays, found)))
+    edited = skv.load(edit(TIED, tmp_path / "edited", lambda arrays: add_matrices(arrays, found)))
     merged = skv.load(TIED, adapter=found)
     for ours, theirs in zip(jax.tree.leaves(merged), jax.tree.leaves(edited), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
-    hf, orbax, plain = (str(tmp_path / name) for name in ("hf", "orbax", "plain"))
-    assert main(["hf2orbax", str(TIED), plain]) == 0
+    hf, orbax = str(tmp_path / "hf"), str(tmp_path / "orbax")
     assert main(["hf2orbax", str(TIED), orbax, "--adapter", str(found)]) == 0
-    assert main(["orbax2hf", plain, hf, "--adapter", str(found)]) == 0
-    for path in (hf, orbax):
-        assert_same_models(skv.load(path), merged)
-    assert_same_models(skv.load(plain, adapter=found, mesh=make_mesh("2x2")), merged)
+    assert main(["orbax2hf", str(TIED), hf, "--adapter", str(found)]) == 0
+    assert_same_models(skv.load(orbax), merged)
+    twice = [skv.load(orbax, adapter=found, mesh=make_mesh("2x2")), skv.load(hf, adapter=found)]
+    assert_same_models(*twice)
 
 
 def test_sums_are_rounded_once(tmp_path):
@@ -242,3 +244,20 @@ def test_a_delta_alone_is_not_written(tmp_path, capsys):
     command = ["orbax2hf", str(TIED), str(tmp_path / "out"), "--adapter", str(tmp_path)]
     assert main([*command, "--format", "delta"]) == 2
     assert "--adapter with --format delta" in capsys.readouterr().err
+
+
+def test_commands_merge_it_and_find_mistakes_before_they_load(tmp_path):
+    found = adapter(tmp_path / "adapter", {"model.layers.0.mlp.up_proj": 0.1})
+    options = ModelOptions(model=str(TIED), adapter=str(found))
+    assert_same_models(read_model(options, None), skv.load(TIED, adapter=found))
+    with pytest.raises(CheckpointError, match="adapter_config.json: no such file"):
+        open_model(ModelOptions(model=str(TIED), adapter=str(tmp_path)))
+
+
+def test_names_on_the_hub(phi3, tmp_path, monkeypatch):
+    """Nothing but the adapter is downloaded."""
+    with hub_with(tmp_path, monkeypatch) as server:
+        add(server, "org/lora", RECORDED / "phi3", ["model.gguf", "optimizer.pt"])
+        merged = skv.load(phi3, adapter="org/lora")
+        assert {CONFIG, WEIGHTS} <= set(server.downloaded()) <= {CONFIG, WEIGHTS, ".gitattributes"}
+    assert_same_models(merged, skv.load(phi3, adapter=RECORDED / "phi3"))

@@ -19,6 +19,7 @@ from swiftkv_jax.infer.engine.scheduler import MAX_SKIPS
 from swiftkv_jax.infer.engine.shapes import DecodeCall, Shapes
 from swiftkv_jax.infer.runner.prefill_chunk import chunk_needs
 from swiftkv_jax.model.config import Config, LayerKind
+from swiftkv_jax.model.model import Model
 
 VOCAB, END = 97, 0
 CONFIG = Config(
@@ -78,6 +79,9 @@ class MockModelRunner:
 
     def num_compilations(self) -> int:
         return 0
+
+    def update_weights(self, model: Model, *, donate: bool) -> None:
+        self.calls.append("update")
 
     def is_idle(self) -> bool:
         return True

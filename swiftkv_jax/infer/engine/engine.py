@@ -16,7 +16,6 @@ process has an engine and makes the same calls in the same order; each gets all 
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import time
 from collections import deque
@@ -33,7 +32,7 @@ from .constrained import constrained_call
 from .model_runner_base import ModelRunnerBase
 from .options import EngineOptions
 from .outputs import Scores, Sent, failed_output, sequence_output
-from .page_pool import PagePool, PrefixStats
+from .page_pool import PrefixStats, page_pools
 from .request_state import Chunk, RequestState, SequenceState
 from .requests import NOT_FINITE, Request, RequestOutput, ScoreRequest
 from .run import Run
@@ -68,18 +67,7 @@ class Engine[R: ModelRunnerBase]:
         self.max_model_len = options.max_model_len or config.max_position_embeddings
         model_runner.prepare()
         shapes = model_runner.shapes
-        # A tap reads the state of the token before, which its page has.
-        window = config.window and max(config.window, 1 + config.boundary_taps)
-        self._pools = [
-            PagePool(
-                shapes.num_pages,
-                shapes.page_size,
-                share=options.enable_prefix_caching,
-                window=window,
-                pages_per_own_page=shapes.pages_per_own_page,
-            )
-            for _ in range(shapes.dp_size)
-        ]
+        self._pools = page_pools(config, shapes, share=options.enable_prefix_caching)
         self._scheduler = Scheduler(
             self._pools,
             shapes,
@@ -147,8 +135,7 @@ class Engine[R: ModelRunnerBase]:
     @property
     def prefix_stats(self) -> PrefixStats:
         """Counters of the prefix cache, summed over the data-parallel shards."""
-        each = [dataclasses.astuple(pool.stats) for pool in self._pools]
-        return PrefixStats(*(sum(column) for column in zip(*each, strict=True)))
+        return PrefixStats.total(pool.stats for pool in self._pools)
 
     def reset_stats(self) -> None:
         """Set all counters to zero."""
@@ -164,6 +151,19 @@ class Engine[R: ModelRunnerBase]:
         for pool in self._pools:
             pool.events = events
         return events
+
+    def update_weights(self, model: Model, *, donate: bool = False) -> None:
+        """Serve other values: `model` has the same config, shapes and dtypes as the one before.
+        Nothing is compiled, and the prefix cache is emptied.
+
+        The old weights are dropped first; memory and `donate` are as in `from_model`. Raises
+        `UsageError`, before anything changes, while requests run and if `model` does not fit.
+        """
+        if self.has_work:
+            raise UsageError("requests run: end or abort them before the weights are updated")
+        self.model_runner.update_weights(model, donate=donate)
+        for pool in self._pools:
+            pool.clear()
 
     @property
     def pages_in_use(self) -> int:

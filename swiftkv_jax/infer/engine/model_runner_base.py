@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from .constrained import ConstrainedCall
 from .request_state import Chunk, SequenceState
 from .sampler_output import AsyncOutput, SamplerOutput
 from .shapes import DecodeCall, Shapes
+
+if TYPE_CHECKING:  # it needs JAX, the engine does not
+    from ...model.model import Model
 
 
 class ModelRunnerBase(Protocol):
@@ -26,6 +29,10 @@ class ModelRunnerBase(Protocol):
 
     def num_compilations(self) -> int:
         """Programs that the process has compiled since the first `prepare` ended."""
+        ...
+
+    def update_weights(self, model: Model, *, donate: bool) -> None:
+        """Serve the weights of `model`. See `Engine.update_weights`; no sequence runs."""
         ...
 
     def remove_sequences(self, slots: Sequence[int]) -> None:

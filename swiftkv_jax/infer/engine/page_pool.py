@@ -27,7 +27,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...model.config import Config
 from .cache_events import CacheEvents, TokenSource
+from .shapes import Shapes
 
 RELEASED = -1
 """Mark in a page table of a page that the sequence no longer needs."""
@@ -43,6 +45,11 @@ class PrefixStats:
     """Prompt tokens whose pages were found."""
     evictions: int = 0
     """Cached pages that were evicted."""
+
+    @staticmethod
+    def total(stats: Iterable[PrefixStats]) -> PrefixStats:
+        columns = zip(*map(dataclasses.astuple, stats), strict=True)
+        return PrefixStats(*map(sum, columns))
 
 
 class PageNeeds(NamedTuple):
@@ -174,6 +181,14 @@ class PagePool:
         if self.events is not None and source is not None and cached:
             self.events.store(keys, cached, source)
 
+    def clear(self) -> None:
+        """Evict all cached pages, none of which may be in use."""
+        assert not self.used
+        for page in self._unused:
+            self._evict(page)
+        self._free += self._unused
+        self._unused.clear()
+
     # Pages --------------------------------------------------------------------
 
     def reserve(self, shared: Sequence[int], count: int) -> list[int] | None:
@@ -229,13 +244,32 @@ class PagePool:
             page = self._free.pop()
         else:
             page, _ = self._unused.popitem(last=False)
-            key = self._key_of.pop(page)
-            del self._page_of[key]
-            self.stats.evictions += 1
-            if self.events is not None:
-                self.events.remove(key)
+            self._evict(page)
         self._users[page] = 1
         return page
+
+    def _evict(self, page: int) -> None:
+        key = self._key_of.pop(page)
+        del self._page_of[key]
+        self.stats.evictions += 1
+        if self.events is not None:
+            self.events.remove(key)
+
+
+def page_pools(config: Config, shapes: Shapes, *, share: bool) -> list[PagePool]:
+    """The pool of each data-parallel shard."""
+    # A tap reads the state of the token before, which its page has.
+    window = config.window and max(config.window, 1 + config.boundary_taps)
+    return [
+        PagePool(
+            shapes.num_pages,
+            shapes.page_size,
+            share=share,
+            window=window,
+            pages_per_own_page=shapes.pages_per_own_page,
+        )
+        for _ in range(shapes.dp_size)
+    ]
 
 
 def all_pages(pages: Sequence[int], own_pages: Iterable[Sequence[int]]) -> list[int]:

@@ -17,16 +17,16 @@ from ...model.cache import cache_dtype
 from ...model.config import Config
 from ...model.mesh import check_mesh, dp_size, mesh_of
 from ...model.model import Model, check_model
-from ...model.quantization import with_kernels
 from ...pallas_kernels import Implementation
 from ...plan.hardware import hardware_of
 from ..engine.options import EngineOptions
 from ..engine.shapes import Shapes
 from .choose_shapes import RIDGE_TOKENS, choose_shapes, with_contexts
+from .conversion import Conversion
 from .layout import Layout
-from .memory import allocating, bytes_kept, bytes_per_device, memory_limit
+from .memory import bytes_kept, bytes_per_device, memory_limit
 from .model_runner import ModelRunner
-from .serving_form import serve_model, served_config, shard_model
+from .serving_form import served_config, shard_model
 
 logger = logging.getLogger(__name__)
 
@@ -82,10 +82,11 @@ def build_model_runner(
         served, model.dtype, dtype, options.page_size, mesh, fp8_products=fp8_products
     )
     attention = checked_implementation(attention, configs, device, kernel_check)
-    with allocating("the copy of the layers in serving form (`donate` keeps them once)"):
-        weights = serve_model(model, served, swiftkv, mesh, donate=donate)
-    if fp8_products and attention in (None, "hopper"):
-        weights = with_kernels(weights, device)
+    kernels = fp8_products and attention in (None, "hopper")
+    convert = Conversion(
+        Conversion.shapes_of(model), served, swiftkv, mesh, kernels_of=device if kernels else None
+    )
+    weights = convert(model, donate=donate)
     # A caller that donates drops the model, also what was moved to a mesh and not deleted.
     kept_bytes = 0 if donate else bytes_kept(callers, weights)
     limit = memory_limit(device, options.memory_utilization)
@@ -108,6 +109,7 @@ def build_model_runner(
         weights,
         shapes,
         layout,
+        convert=convert,
         eos_token_ids=model.eos_token_ids,
         attention=ops,
         device=device,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import weakref
-from typing import Protocol
+from typing import Any, Protocol
+
+import jax
 
 
 class Waits(Protocol):
@@ -14,6 +17,15 @@ class Waits(Protocol):
     def wait(self) -> None:
         """Wait for them."""
         ...
+
+
+def wait_for(state: Any, result: Any) -> None:
+    """Wait until all calls on `state` have ended and `result` has been copied to the host; their
+    errors are dropped."""
+    leaves = [leaf for leaf in jax.tree.leaves(state) if not leaf.is_deleted()]
+    with contextlib.suppress(RuntimeError):
+        jax.block_until_ready(leaves)
+        jax.device_get(result)
 
 
 _waiting: weakref.WeakSet[Waits] = weakref.WeakSet()

@@ -3,7 +3,6 @@ return at once; only `read` waits for a result."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -18,6 +17,7 @@ import numpy as np
 from ...errors import OutOfMemoryError, UsageError
 from ...model.attention import Attention
 from ...model.cache import bytes_per_token
+from ...model.model import Model
 from ...pallas_kernels import ImplementationError
 from ..engine.constrained import ConstrainedCall, constrained_call
 from ..engine.request_state import Chunk, SequenceState
@@ -26,9 +26,10 @@ from ..engine.shapes import DecodeCall, Shapes
 from ..sampling.penalties import token_counts_of
 from .choose_shapes import check_pages
 from .compilation import CompileCounter, compile_all
+from .conversion import Conversion
 from .decode_state import DecodeBatch, empty_batch, make_batch, page_tables, sampling_of
 from .drafts import history_of
-from .exit import wait_at_exit
+from .exit import wait_at_exit, wait_for
 from .layout import Layout
 from .lowering import (
     COPY_PAGES,
@@ -73,6 +74,7 @@ class ModelRunner:
         shapes: Shapes,
         layout: Layout,
         *,
+        convert: Conversion,
         eos_token_ids: Sequence[int],
         attention: Attention,
         device: Any,
@@ -82,19 +84,19 @@ class ModelRunner:
         compiler_options: Mapping[str, Any],
         on_compile: Callable[[int, int], object] | None = None,
     ):
-        """`device` is the first `jax.Device`, `memory_limit` the bytes that may be used of each
-        (None: not known), `kept_bytes` those that the caller's model takes beside the weights. With
-        `shrink_cache` a cache that does not fit is made smaller. `compiler_options` are XLA's,
-        `on_compile` is `compile_all`'s `on_progress`."""
+        """`convert` made the weights, `device` is the first `jax.Device`, `memory_limit` the bytes
+        that may be used of each (None: not known), `kept_bytes` those that the caller's model takes
+        beside the weights. With `shrink_cache` a cache that does not fit is made smaller.
+        `compiler_options` are XLA's, `on_compile` is `compile_all`'s `on_progress`."""
         self.weights, self.shapes, self.layout = weights, shapes, layout
         self.config, self.cache_dtype = layout.config, layout.cache_dtype
         self.eos_token_ids = eos_token_ids
         self.plan: MemoryPlan | None = None
         """Memory plan; None before `prepare`."""
-        self._attention, self._device = attention, device
+        self._attention, self._device, self._convert = attention, device, convert
         self._memory_limit, self._kept_bytes = memory_limit, kept_bytes
-        self._shrink_cache, self._compiler_options = shrink_cache, compiler_options
-        self._on_compile = on_compile
+        self._shrink_cache, self._on_compile = shrink_cache, on_compile
+        self._compiler_options = compiler_options
         self._compiled: dict[Program, Any] = {}
 
     @property
@@ -134,12 +136,15 @@ class ModelRunner:
         self._warm_up()
         CompileCounter.start()
 
+    def update_weights(self, model: Model, *, donate: bool) -> None:
+        """See `ModelRunnerBase`."""
+        model = self._convert.placed(model)
+        del self.weights  # their memory is that of the next ones
+        self.weights = self._convert(model, donate=donate)
+
     def wait(self) -> None:
         """Wait for all calls in flight and for copies to the host; their errors are dropped."""
-        leaves = [leaf for leaf in jax.tree.leaves(self._state) if not leaf.is_deleted()]
-        with contextlib.suppress(RuntimeError):
-            jax.block_until_ready(leaves)
-            jax.device_get(self._last_result)
+        wait_for(self._state, self._last_result)
 
     def __del__(self) -> None:
         # XLA aborts the process if its client is destroyed while a call is in flight. At exit,
@@ -184,8 +189,7 @@ class ModelRunner:
                     self._decode(program, [[] for _ in empty], **operands)
             self.remove_sequences([0])
             self._copy([[] for _ in empty], least=1)
-            counts = token_counts_of([], 0, self.config.vocab_size)
-            self._insert_row("token_counts", 0, counts)
+            self._insert_row("token_counts", 0, token_counts_of([], 0, self.config.vocab_size))
             if self.shapes.widths:
                 row, _ = history_of([], [], [], self.shapes.history_size)
                 self._insert_row("history", 0, row)
@@ -195,9 +199,8 @@ class ModelRunner:
 
     def _fill(self, batch_of: Callable[[int], DecodeBatch]) -> None:
         """Put `batch_of(count)` into all slots, `count` at a time, and wait for it."""
-        for some in itertools.batched(
-            range(self.shapes.dp_size * self.shapes.slots), INSERT_SEQUENCES
-        ):
+        slots = range(self.shapes.dp_size * self.shapes.slots)
+        for some in itertools.batched(slots, INSERT_SEQUENCES):
             self._write("insert", some, batch_of(len(some)))
         jax.block_until_ready(self._state)
 
