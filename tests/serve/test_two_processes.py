@@ -43,12 +43,18 @@ def two_processes(
 
 @pytest.mark.long
 def test_two_processes_serve_until_a_signal(checkpoint, tokenizer, greedy, monkeypatch):
-    with two_processes(checkpoint, monkeypatch) as (server, follower):
+    drafting = "--speculative-config", '{"enable_adaptive_verification": false}'
+    with two_processes(checkpoint, monkeypatch, *drafting) as (server, follower):
         body = {"prompt": "the quick", "max_tokens": 7, "temperature": 0, "return_token_ids": True}
         follower.send_signal(signal.SIGTERM)  # as job managers do, to all
         answer = server.ask("/v1/completions", body)
         prompt = tokenizer("the quick")["input_ids"]
         assert answer["choices"][0]["token_ids"] == greedy(prompt, 7)
+        content = {"type": "content", "content": tokenizer.decode(greedy(prompt, 20))}
+        answer = server.ask("/v1/completions", body | {"max_tokens": 20, "prediction": content})
+        assert answer["choices"][0]["token_ids"] == greedy(prompt, 20)
+        counts = answer["usage"]["completion_tokens_details"]
+        assert counts["accepted_prediction_tokens"] > 0
         form = {"structured_outputs": {"regex": "[a-d]{3}"}, "bad_words": ["b"]}
         (bound,) = server.ask("/v1/completions", {"prompt": "the", "seed": 1} | form)["choices"]
         assert len(bound["text"]) == 3 and set(bound["text"]) <= set("acd")

@@ -67,22 +67,37 @@ def history_of(
 
 def draft(history: Int[Array, "B N"], batch: DecodeBatch, drafting: Drafting) -> Block:
     """The block of each sequence, with the tokens after the longest match of the text's end, of
-    equal ones the last. Where these reach the end they begin again: a loop is drafted as one."""
+    equal ones the last. Where these reach the end they begin again: a loop is drafted as one.
+
+    The last token may differ from that of the match where none ends with it: so drafts go on behind
+    a token that a prediction has wrong.
+    """
     width, size = drafting.width, history.shape[1]
     end = (batch.length + batch.history_offset)[:, None]
     place = jnp.arange(size)
     padded = jnp.pad(history, ((0, 0), (drafting.longest, 0)), constant_values=-1)
-    matches = place < end
-    length = jnp.zeros(history.shape, jnp.int32)
-    for back in range(drafting.longest):
+
+    def equal(back: int) -> Bool[Array, "B N"]:
+        """Whether the token `back` places before each is the one as many before the end."""
         # -2 before the first token: it is equal to no token, and not to the padding.
         last = jnp.take_along_axis(history, jnp.maximum(end - back, 0), axis=1)
         last = jnp.where(end - back >= 0, last, -2)
         start = drafting.longest - back
-        matches &= padded[:, start : start + size] == last
-        length += matches
-    best = jnp.max(length * size + place, axis=1, keepdims=True)
-    match, found = best // size, best % size
+        return padded[:, start : start + size] == last
+
+    def longest_match(first: int) -> tuple[Int[Array, "B 1"], Int[Array, "B 1"]]:
+        """(tokens of the longest match without the last `first` ones, its place)."""
+        matches, length = place < end, jnp.zeros(history.shape, jnp.int32)
+        for back in range(first, drafting.longest + first):
+            matches &= equal(back)
+            length += matches
+        best = jnp.max(length * size + place, axis=1, keepdims=True)
+        return best // size, best % size
+
+    match, found = longest_match(0)
+    before, found_before = longest_match(1)
+    differs = (match < drafting.shortest) & (before > drafting.shortest)
+    match, found = jnp.where(differs, before, match), jnp.where(differs, found_before, found)
     wanted = jnp.minimum(width - 1, 2 * match)[:, 0]
     can_draft = (match[:, 0] >= drafting.shortest) & (batch.history_offset >= 0)
     count = jnp.where(can_draft, jnp.minimum(wanted, batch.remaining - 1), 0)

@@ -107,17 +107,19 @@ def test_forced_tokens_of_a_grammar():
     assert TokenFilter(VOCAB, bad_words=[[3]]).forced() == []
 
 
-@pytest.mark.parametrize("pages", [64, 12])
-def test_forced_tokens_save_steps(pages):
+@pytest.mark.parametrize(("pages", "steps"), [(64, 3), (12, 3), (10, 1)])
+def test_forced_tokens_save_steps(pages, steps):
     """Beside sequences without a grammar, and where pages are short."""
     engine, runner = mock_engine(
-        structured_outputs=True, width=4, num_pages=pages, slots=3, reserve_tokens=4
+        structured_outputs=True, width=4, num_pages=pages, slots=3, reserve_tokens=4, steps=steps
     )
     params = SamplingParams(max_tokens=30)
     grammars = [Digits(20), Digits(20, eos=None), Digits(9, fails_at=4)]
     bound = [Request([3, 4, n], params, grammar=one) for n, one in enumerate(grammars)]
-    found = test_scheduler.answers(engine, [*bound, Request([9, 1], params)])
-    assert [found[n, 0] for n in range(3)] == [expected(20), expected(20), expected(4)]
+    short = Request([3, 4], SamplingParams(max_tokens=8), grammar=Digits(20))
+    found = test_scheduler.answers(engine, [*bound, short, Request([9, 1], params)])
+    assert [len(found[n, 0]) for n in range(4)] == [20, 20, 4, 8]
+    assert all(found[n, 0] == expected(len(found[n, 0])) for n in range(4))
     check_empty(engine)
     calls = [call for call in runner.calls if call.startswith("constrained")]
     assert len(calls) <= 34 and any(call.endswith("of 4") for call in calls)

@@ -371,11 +371,20 @@ def test_at_random(seed):
             if event.finish_reason:
                 finished += 1
                 check(request, event.sample, outputs[event.sample])
+        check_in_flight(engine)
     for id in list(live):
         engine.abort_request(id)
     drain(engine)
     check_empty(engine)
     assert finished > 20
+
+
+def check_in_flight(engine: Engine) -> None:
+    """What is planned of a sequence is what the calls emit that are sent and not read."""
+    for sequence in engine._scheduler.running.values():
+        calls = [sent.call for sent in engine._sent if sequence in sent.sequences]
+        planned = sum(call.steps for call in calls), sum(call.most for call in calls)
+        assert sequence.in_flight == planned
 
 
 def check(request: Request | ScoreRequest, sample: int, tokens: list[int]) -> None:

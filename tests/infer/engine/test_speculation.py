@@ -68,6 +68,13 @@ def check_equal(first: Answers, second: Answers) -> None:
         np.testing.assert_allclose(second[key][1], logprobs, atol=1e-4)
 
 
+def number_of_texts(engine: Engine, texts: Sequence[Sequence[int]]) -> int:
+    """How many of these texts a slot has for lookups, with nothing behind."""
+    rows = np.asarray(engine.model_runner._state.history)
+    padded = [np.pad(one, (0, rows.shape[1] - len(one)), constant_values=-1) for one in texts]
+    return sum((rows == one).all(axis=1).any() for one in padded)
+
+
 def requests_of(seed: int, count: int) -> list[Request]:
     rng = random.Random(seed)
 
@@ -134,8 +141,12 @@ def test_with_few_pages_sequences_are_preempted():
         Request([number, 5, 9], SamplingParams(max_tokens=60, ignore_eos=True, seed=number))
         for number in range(6)
     ]
-    check_equal(answers(narrow, requests), answers(wide, requests))
+    expected = answers(narrow, requests)
+    wide.reset_stats()
+    check_equal(expected, answers(wide, requests))
     assert wide.stats.preemptions
+    texts = [[*one.prompt, *expected[number, 0][0]] for number, one in enumerate(requests)]
+    assert number_of_texts(wide, texts) == 4, "that of the last sequence of each slot"
 
 
 def test_penalties_count_the_drafts_before_a_place():
