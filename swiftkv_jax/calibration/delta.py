@@ -114,7 +114,7 @@ def fit_delta(
         delta = dataclasses.replace(
             delta,
             q=turn(delta.q),
-            q_bias=None if delta.q_bias is None else turn(delta.q_bias),
+            q_bias=jax.tree.map(turn, delta.q_bias),
             mix=from_host(np.concatenate([group.mix for group in groups]).astype(dtype), where.mix),
         )
     if mesh is not None:
@@ -131,7 +131,7 @@ def delta_shardings(config: Config, mesh: Mesh | None, llama: Llama) -> SwiftKV:
 
 
 def _copy(leaf: jax.Array | None) -> jax.Array | None:
-    return None if leaf is None else jnp.array(leaf, copy=True)
+    return jax.tree.map(lambda array: jnp.array(array, copy=True), leaf)
 
 
 class FittedLayer(NamedTuple):

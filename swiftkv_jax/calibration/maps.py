@@ -257,8 +257,8 @@ def _mlp_input(config: Config, attention: Attention, index: int, llama, mlps, ba
             attention=attention,
             mapped=layer < index,
         )
-    scales = llama.upper.mlp_norm
-    return x, tables, u, norm(config, u, None if scales is None else scales[index])
+    scale = jax.tree.map(lambda scales: scales[index], llama.upper.mlp_norm)
+    return x, tables, u, norm(config, u, scale)
 
 
 def add_sums(

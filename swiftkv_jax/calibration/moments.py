@@ -189,8 +189,8 @@ def prompt_delta(llama: Llama, mlps: PromptMLP | None) -> SwiftKV:
 
 def first_fitted_norm(config: Config, llama: Llama) -> Float[Array, " D"] | None:
     """The norm of the first layer whose keys and values are fitted."""
-    scales = llama.upper.attn_norm
-    return None if scales is None else scales[config.prompt_attention_layers]
+    first = config.prompt_attention_layers
+    return jax.tree.map(lambda scales: scales[first], llama.upper.attn_norm)
 
 
 def regressors(

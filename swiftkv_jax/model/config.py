@@ -376,13 +376,16 @@ class Config:
             self.num_key_value_layers,
             self.key_value_group_size,
         )
-        alone = prompt_attention_layers
-        neurons = prompt_mlp_neurons
-        taps = boundary_taps
-        alone = (self.prompt_attention_layers if same else 0) if alone is None else alone
-        taps = (self.boundary_taps if same else 0) if taps is None else taps
+
+        def chosen(name: str, value: int | None) -> int:
+            if value is not None:
+                return value
+            return getattr(self, name) * same
+
+        alone = chosen("prompt_attention_layers", prompt_attention_layers)
+        taps = chosen("boundary_taps", boundary_taps)
         same = same and alone == self.prompt_attention_layers
-        neurons = (self.prompt_mlp_neurons if same else 0) if neurons is None else neurons
+        neurons = chosen("prompt_mlp_neurons", prompt_mlp_neurons)
         return dataclasses.replace(
             self,
             num_key_value_layers=num_key_value_layers,

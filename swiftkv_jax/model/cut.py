@@ -38,12 +38,16 @@ def choose_cut(
 
     Raises `UsageError` if the layers cannot be cut so.
     """
-    half = max(1, config.num_layers // 2)
-    own = config.num_key_value_layers if config.num_upper_layers else half
-    layers = own if num_key_value_layers is None else num_key_value_layers
+    layers = num_key_value_layers
+    if layers is None:
+        layers = config.num_key_value_layers
+        if not config.num_upper_layers:
+            layers = max(1, config.num_layers // 2)
     group = key_value_group_size
     if group is None:
-        group = config.key_value_group_size if layers == config.num_key_value_layers else 1
+        group = 1
+        if layers == config.num_key_value_layers:
+            group = config.key_value_group_size
     alone = prompt_attention_layers
     neurons = prompt_mlp_neurons
     try:

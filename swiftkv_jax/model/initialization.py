@@ -52,7 +52,7 @@ def init_swiftkv(config: Config, llama: Llama, dtype=None, *, start: Start = "au
     dtype = dtype or llama.embed.dtype
 
     def copy(leaf):
-        return None if leaf is None else jnp.array(leaf, dtype, copy=True)
+        return jax.tree.map(lambda array: jnp.array(array, dtype, copy=True), leaf)
 
     def shared(leaf):
         if leaf is None:
@@ -77,7 +77,7 @@ def init_swiftkv(config: Config, llama: Llama, dtype=None, *, start: Start = "au
     if rows.mix is not None:
         mix = jnp.broadcast_to(jnp.eye(config.head_dim, dtype=dtype), rows.mix.shape(config))
     return SwiftKV(
-        norm=None if llama.upper.attn_norm is None else copy(llama.upper.attn_norm[first]),
+        norm=copy(jax.tree.map(lambda scales: scales[first], llama.upper.attn_norm)),
         q=copy(upper.q),
         k=shared(upper.k),
         v=shared(upper.v),

@@ -78,8 +78,9 @@ def rope_tables(config: Config, positions: Int[Array, "B T"]) -> Tables:
 def _table(rope: Rope, head_dim: int, positions: Int[Array, "B T"]) -> Float[Array, "2 B T F"]:
     angle = positions[..., None].astype(jnp.float32) * rope_frequencies(rope, head_dim)
     table = jnp.stack([jnp.cos(angle), jnp.sin(angle)])
-    factor = 1.0 if rope.scaling is None else rope.scaling.attention_factor
-    return table if factor == 1.0 else table * factor
+    if rope.scaling is None or rope.scaling.attention_factor == 1.0:
+        return table
+    return table * rope.scaling.attention_factor
 
 
 def table_of(config: Config, tables: Tables, kind: LayerKind) -> Float[Array, "2 B T F"] | None:
@@ -124,7 +125,7 @@ def scanned_kinds(config: Config, tables: Tables, layers: range) -> tuple[Array 
         window = jnp.array([NO_WINDOW if kind.window is None else kind.window for kind in kinds])
 
     def kind_of(index):
-        return table[index], None if window is None else window[index]
+        return jax.tree.map(lambda of_kinds: of_kinds[index], (table, window))
 
     return jnp.array([kinds.index(config.kind(layer)) for layer in layers]), kind_of
 

@@ -24,8 +24,8 @@ def prefill_flops(config: Config, length: int, *, swiftkv: bool) -> int:
     return (
         _layers_flops(config, range(config.num_lower_layers), length)
         + boundary_flops(config, length)
-        + (tail_flops(config, length, tail) if tail else 0)
-        + (tail_flops(config, 1, 1) if config.exact_head else 0)
+        + tail_flops(config, length, tail)
+        + config.exact_head * tail_flops(config, 1, 1)
     )
 
 
@@ -76,8 +76,8 @@ def decode_kv_weights(config: Config, *, swiftkv: bool) -> int:
     """
     if not swiftkv:
         return config.num_layers * kv_weights(config)
-    own = config.num_upper_layers if config.generated_kv == "own" else 0
-    boundary = boundary_kv_weights(config) if _decodes_boundary(config) else 0
+    own = config.num_upper_layers * (config.generated_kv == "own")
+    boundary = boundary_kv_weights(config) * _decodes_boundary(config)
     return (config.num_lower_layers + own) * kv_weights(config) + boundary
 
 
@@ -154,7 +154,7 @@ def train_flops_by_part(config: Config, length: int, *, remat: Remat = "none") -
     upper = config.num_upper_layers
     last = 0 if config.num_experts else 2 * config.mlp_dim * config.embed_dim
     layers = upper * (upper_matmul - last)
-    own_kv = 2 * upper * kv_weights(config) if config.keeps_own else 0
+    own_kv = 2 * upper * kv_weights(config) * config.keeps_own
     student_attention = upper_attention
     if config.has_two_caches:
         own_kv += upper * query

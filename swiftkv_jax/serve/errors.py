@@ -48,7 +48,7 @@ class APIError(Exception):
         super().__init__(message)
         self.status, self.code, self.headers = status, code, dict(headers or {})
         self.message = _shortened(message, MAX_MESSAGE)
-        self.param = None if param is None else _shortened(param, MAX_PARAM)
+        self.param = param and _shortened(param, MAX_PARAM)
 
     def body(self) -> dict[str, Any]:
         error = {
@@ -135,7 +135,7 @@ def of_usage(error: UsageError, names: Mapping[str, str] | None = None) -> APIEr
             None, prompt_tokens=error.prompt_tokens, limit=error.limit, new_tokens=error.new_tokens
         )
     names = names or {}
-    param = None if error.option is None else names.get(error.option, error.option)
+    param = names.get(error.option or "", error.option)
     return invalid(param, _renamed(str(error), names), error.code)
 
 
@@ -161,18 +161,20 @@ def _rename(
     message = error.message
     param = error.param
     message = _renamed(message, names)
-    param = None if param is None else names.get(param, param)
+    param = names.get(param or "", param)
     found = re.match(r"messages\[(\d+)\]|tools\[(\d+)\]\.function", param or "")
     if param is not None and found is not None:
         if found[1]:
             here = places[int(found[1])]
+        elif tools is not None:
+            here = tools[int(found[2])]
         else:
-            here = f"tools[{found[2]}]" if tools is None else tools[int(found[2])]
+            here = f"tools[{found[2]}]"
         message = message.replace(found[0], here)
         rest = param[found.end() :].removeprefix(".")
         param = ".".join(filter(None, (here, names.get(rest, rest))))
     error.message = _shortened(message, MAX_MESSAGE)
-    error.param = None if param is None else _shortened(param, MAX_PARAM)
+    error.param = param and _shortened(param, MAX_PARAM)
 
 
 def _renamed(message: str, names: Mapping[str, str]) -> str:

@@ -217,10 +217,12 @@ def _rope(hf: Fields, field: str, fields: Fields, theta: float, partial: bool) -
     kind = _rope_type(field, fields)
     fields = {name: value for name, value in fields.items() if name not in ("rope_type", "type")}
     for stated in (hf.get("rope_theta"), fields.pop("rope_theta", None)):
-        theta = theta if stated is None else check_number("rope_theta", stated)
+        if stated is not None:
+            theta = check_number("rope_theta", stated)
     fraction = 1.0
     for stated in (hf.get("partial_rotary_factor"), fields.pop("partial_rotary_factor", None)):
-        fraction = fraction if stated is None else check_number("partial_rotary_factor", stated)
+        if stated is not None:
+            fraction = check_number("partial_rotary_factor", stated)
     if fraction != 1.0 and not partial:
         raise ConfigError(f"{field}: partial_rotary_factor={fraction} is not supported here")
     if missing := _NEEDED[kind] - fields.keys():
@@ -292,7 +294,7 @@ def longrope_attention(longest: int | None, original: int, factor: float | None 
     `modeling_rope_utils`. `factor` None is `longest / original`."""
     if factor is None:
         factor = (longest or original) / original
-    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return math.sqrt(1 + math.log(max(factor, 1)) / math.log(original))
 
 
 def _longrope(fields: Fields, longest: int | None, original: int) -> RopeScaling:
@@ -329,7 +331,7 @@ def _yarn(fields: Fields, longest: int | None, original: int) -> RopeScaling:
 
 
 def _mscale(factor: float, scale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+    return 0.1 * scale * math.log(max(factor, 1)) + 1.0
 
 
 def read_object(field: str, value: Any) -> Fields:

@@ -94,4 +94,6 @@ def copy_kv_heads(
     else:
         wide = copied_tree(dataclasses.replace(llama, upper_qkv=None))
         wide = dataclasses.replace(wide, upper_qkv=llama.upper_qkv)
-    return wide, None if delta is None else copied_tree(delta)
+    if delta is not None:
+        delta = copied_tree(delta)
+    return wide, delta

@@ -141,8 +141,8 @@ def lower_all(
                 chunk = _chunk(layout, shapes, tokens, tiles, context)
                 operands = served, weights, joined(chunk), state.cache
                 program = PrefillProgram(tokens, tiles, context)
-                last = {"last_token": True} if shapes.first_tokens else {}
-                add(program, prefill_chunk, *operands, attention=attention, **last)
+                last = shapes.first_tokens
+                add(program, prefill_chunk, *operands, attention=attention, last_token=last)
             chunk = _chunk(layout, shapes, tokens, shapes.tiles(tokens)[-1], context)
             for upper in shapes.tails(tokens):
                 both = chunk, _upper(layout, shapes, upper)

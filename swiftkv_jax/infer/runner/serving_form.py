@@ -267,7 +267,7 @@ def _values(change: Any, weight: Any) -> Any:
     """A changed matrix, plain or quantised, whose scales stay; None stays None."""
     if isinstance(weight, Quantized):
         return dataclasses.replace(weight, values=change(weight.values))
-    return None if weight is None else change(weight)
+    return jax.tree.map(change, weight)
 
 
 def _joined(leaves: _Leaves, *parts: Any) -> Any:

@@ -24,6 +24,8 @@ _ENDED = re.compile(r"</parameter>|</function>\s*</tool_call>|(?:^|\n)<parameter
 _NO_JSON = r" & ~/\s*([\[{](?s:.*)|null\s*|None\s*)/"
 """No text that would be read as something else where an argument may be that too."""
 _END = json.dumps(f"\n{PARAMETER_END}\n")
+_ARGUMENTS = {"llama3_json": "parameters"}
+"""Key of the arguments in formats where it is another than `arguments`."""
 
 
 def calls_grammar(schemas: Mapping[str, Any], tool_format: ToolFormat, *, single: bool) -> str:
@@ -33,7 +35,7 @@ def calls_grammar(schemas: Mapping[str, Any], tool_format: ToolFormat, *, single
         return _xml_calls_grammar(schemas, tool_format, single=single)
     rules = [f"call: {' | '.join(f'call{number}' for number in range(len(schemas)))}"]
     for number, (name, schema) in enumerate(schemas.items()):
-        key = "parameters" if tool_format.name == "llama3_json" else "arguments"
+        key = _ARGUMENTS.get(tool_format.name, "arguments")
         begin = json.dumps(f'{{"name": "{name}", "{key}": ')
         call = f'{begin} arguments{number} "}}"'
         if tool_format.name == "hermes":
@@ -41,14 +43,18 @@ def calls_grammar(schemas: Mapping[str, Any], tool_format: ToolFormat, *, single
             call = f"{opened} {BREAK} {call} {BREAK} {closed}"
         rules += [f"call{number}: {call}", f"arguments{number}: %json {json_options(schema)}"]
     if tool_format.name == "hermes":
-        begin = ""
-        between = BREAK
-    else:
-        tag = tool_format.token_ids.get("<|python_tag|>")
-        begin = "" if tag is None else f"<[{tag}]>?"
-        between = '"; "'
-    start = f"start: {begin} call" if single else f"start: {begin} call ({between} call)*"
+        return "\n".join([_start(BREAK, single=single), *rules])
+    start = _start('"; "', single=single)
+    if (tag := tool_format.token_ids.get("<|python_tag|>")) is not None:
+        start = start.replace("start:", f"start: <[{tag}]>?")
     return "\n".join([start, *rules])
+
+
+def _start(between: str, *, single: bool) -> str:
+    """The rule of all calls."""
+    if single:
+        return "start: call"
+    return f"start: call ({between} call)*"
 
 
 def _marker(marker: str, tool_format: ToolFormat) -> str:
@@ -75,8 +81,7 @@ def _xml_calls_grammar(schemas: Mapping[str, Any], tool_format: ToolFormat, *, s
             call.append(rule if is_required else f"{rule}?")
         call += [json.dumps(f"{FUNCTION_END}\n"), closed]
         rules.append(f"call{number}: {' '.join(call)}")
-    start = "start: call" if single else 'start: call ("\\n" call)*'
-    return "\n".join([start, *rules])
+    return "\n".join([_start('"\\n"', single=single), *rules])
 
 
 def _arguments(function: str, schema: Mapping[str, Any]) -> list[tuple[str, bool]]:
@@ -149,8 +154,12 @@ def _text(schema: Mapping[str, Any]) -> str:
     if (pattern := schema.get("pattern")) is None:
         return found
     body = str(pattern).removeprefix("^")
-    is_ended = body.endswith("$") and not body.endswith(r"\$")
-    body = body[:-1] if is_ended else body
+    before = after = "(?s:.*)"
+    if str(pattern).startswith("^"):
+        before = ""
+    if body.endswith("$") and not body.endswith(r"\$"):
+        body = body[:-1]
+        after = ""
     if re.search(r"(?<!\\)(?:\\\\)*[\^$](?![^\[]*\])", body) or (
         body != pattern and _has_alternatives(body)
     ):
@@ -158,8 +167,6 @@ def _text(schema: Mapping[str, Any]) -> str:
             f"the pattern {pattern!r} cannot be followed in this model's format: ^ and $ may only "
             "stand at its ends, with alternatives in a group, as in ^(a|b)$"
         )
-    before = "" if str(pattern).startswith("^") else "(?s:.*)"
-    after = "" if is_ended else "(?s:.*)"
     return f"{found} & /{before}(?:{regex_to_lark(body, 'dw')}){after}/"
 
 

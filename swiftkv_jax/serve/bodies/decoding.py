@@ -174,13 +174,14 @@ def _of_validation(
     path = f"{within}{path.rstrip('`')}".removeprefix(".")
     if text.startswith("Object contains unknown field"):
         name = text.rpartition("field `")[2].rstrip("`")
-        path = f"{path}.{name}" if path else name
-        hint = f": {instead[path]}" if path in instead else ""
-        return invalid(path, f"there is no field {name!r}{hint}", "unknown_field")
+        path = f"{path}.{name}".removeprefix(".")
+        message = f"there is no field {name!r}"
+        if path in instead:
+            message += f": {instead[path]}"
+        return invalid(path, message, "unknown_field")
     if text.startswith("Object missing required field"):
         name = text.rpartition("field `")[2].rstrip("`")
-        path = f"{path}.{name}" if path else name
-        return invalid(path, f"`{name}` is missing")
+        return invalid(f"{path}.{name}".removeprefix("."), f"`{name}` is missing")
     if not path:
         return invalid(None, f"the body is not a JSON object: {text.lower()}", "invalid_json")
     return invalid(path, f"`{path}`: {text[:1].lower()}{text[1:]}")

@@ -28,15 +28,12 @@ class Budget:
     """Nats on the predictions that depend on the far part of a row."""
 
     def __str__(self) -> str:
-        perplexity = None if self.perplexity_loss is None else f"{100 * self.perplexity_loss:g}%"
-        return " and ".join(
-            text
-            for limit, text in (
-                (self.perplexity_loss, f"{perplexity} of perplexity"),
-                (self.far_loss, f"{self.far_loss} nats on far tokens"),
-            )
-            if limit is not None
-        )
+        limits = []
+        if self.perplexity_loss is not None:
+            limits.append(f"{100 * self.perplexity_loss:g}% of perplexity")
+        if self.far_loss is not None:
+            limits.append(f"{self.far_loss} nats on far tokens")
+        return " and ".join(limits)
 
     def excess(self, cut: CutResult) -> float:
         """The largest loss of a student with its error, in shares of its limit: above 1 it is over
@@ -65,7 +62,9 @@ def with_error(lost: float, error: float | None) -> float:
 
 def as_counted(cut: CutResult, far_tokens: int) -> CutResult:
     """A student as a budget counts it: without the loss on far tokens where they are too few."""
-    return cut if far_tokens >= MIN_FAR_TOKENS else dataclasses.replace(cut, far_nats=None)
+    if far_tokens >= MIN_FAR_TOKENS:
+        return cut
+    return dataclasses.replace(cut, far_nats=None)
 
 
 def parse_budget(perplexity: str | None, far: float | None) -> Budget:
@@ -85,12 +84,14 @@ def _share(text: str) -> float:
         value = float(text.strip().removesuffix("%"))
     except ValueError:
         value = math.nan
-    percent = text.strip().endswith("%")
-    if not 0 < value < math.inf or (value >= 1 and not percent):
+    is_percentage = text.strip().endswith("%")
+    if not 0 < value < math.inf or (value >= 1 and not is_percentage):
         raise UsageError(
             f"`max_perplexity_loss`={text!r}: expected a percentage above 0, for example 2%"
         )
-    return value / 100 if percent else value
+    if is_percentage:
+        value /= 100
+    return value
 
 
 @dataclasses.dataclass(frozen=True)

@@ -228,7 +228,7 @@ def cut_sums(
             )
             return read(padded(q), *merged)[:, first:], None
 
-        rope = None if rope is None else rope[:, :, first:]
+        rope = jax.tree.map(lambda table: table[:, :, first:], rope)
         x, _ = self_layer(config, block, qkv, x, rope, attend, attention)
         return constrain_activations(mesh, x), explained
 

@@ -93,7 +93,7 @@ def _metadata(folder: Path) -> Mapping[str, Any]:
     text = (folder / _CARD).read_text(encoding="utf-8", errors="replace")
     metadata = re.match(rf"{_LINE}\s*\n(.*?\n){_LINE}\s*$", text, re.DOTALL | re.MULTILINE)
     try:
-        found = yaml.safe_load(metadata[1]) if metadata else {}
+        found = metadata and yaml.safe_load(metadata[1])
     except yaml.YAMLError:
         raise DataError(
             f"{folder / _CARD}: its metadata are not valid YAML; name the files to read"
@@ -108,11 +108,15 @@ def _patterns(files: Any) -> dict[str, list[str]]:
         return {str(split): _list(paths) for split, paths in files.items()}
     found: dict[str, list[str]] = {}
     for one in _list(files):
-        is_split = isinstance(one, Mapping)
-        split, paths = (one.get("split"), one.get("path")) if is_split else ("train", one)
-        found.setdefault(str(split), []).extend(_list(paths))
+        if not isinstance(one, Mapping):
+            one = {"split": "train", "path": one}
+        found.setdefault(str(one.get("split")), []).extend(_list(one.get("path")))
     return found
 
 
 def _list(value: Any) -> list[Any]:
-    return [] if value is None else value if isinstance(value, list) else [value]
+    if value is None:
+        return []
+    if isinstance(value, list):
+        return value
+    return [value]
