@@ -119,7 +119,7 @@ def _problem(fields: Mapping[str, Any], module: str, parts: Mapping[str, Stored]
         return f"without lora_{'B' if 'A' in parts else 'A'}"
     layers = fields.get("layers_to_transform")
     layer = _LAYER.search(module)
-    if layers is not None and layer is not None:
+    if layers not in (None, []) and layer is not None:
         if int(layer[1]) not in (layers if isinstance(layers, list) else [layers]):
             return f"outside of layers_to_transform={shown(layers)}"
     rank = _rank(fields, module)
