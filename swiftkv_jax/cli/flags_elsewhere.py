@@ -51,8 +51,8 @@ VLLM = {
     "--enable-reasoning": "leave it out: --reasoning-parser alone",
     "--guided-decoding-backend": "leave it out: grammars are compiled by llguidance",
     "--structured-outputs-config": "leave it out: grammars are compiled by llguidance",
-    "--enable-lora": "leave it out: --adapter DIR merges one adapter into the model",
-    "--lora-modules": "here --adapter DIR, of one adapter, which is merged into the model",
+    "--enable-lora": "here --adapter DIR: one adapter, merged while the model loads",
+    "--lora-modules": "here --adapter DIR: one adapter, merged while the model loads",
     "--limit-mm-per-prompt": "leave it out: there are text models only",
 }
 """Flags of `vllm serve`."""
