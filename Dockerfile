@@ -1,13 +1,13 @@
 # The server, for a CPU, or for NVIDIA GPUs with EXTRAS:
 #
 #   docker build -t swiftkv-jax .
-#   docker build -t swiftkv-jax --build-arg EXTRAS=serve,cuda .
+#   docker build -t swiftkv-jax --build-arg EXTRAS=serve,gguf,cuda .
 #   docker run -p 127.0.0.1:8000:8000 -v /models/llama:/model:ro swiftkv-jax \
 #       swiftkv infer serve --model /model --host 0.0.0.0 --insecure
 ARG PYTHON=3.12
 
 FROM python:${PYTHON}-slim AS build
-ARG EXTRAS=serve
+ARG EXTRAS=serve,gguf
 WORKDIR /source
 COPY pyproject.toml requirements.lock README.md LICENSE MANIFEST.in ./
 COPY swiftkv_jax ./swiftkv_jax
@@ -18,7 +18,9 @@ RUN sed -n 's/^\([A-Za-z0-9._-]*==[^ ;]*\).*/\1/p' requirements.lock > versions.
 
 FROM python:${PYTHON}-slim
 COPY --from=build /opt/swiftkv /opt/swiftkv
-RUN useradd --create-home --uid 10001 swiftkv
+# The folder of caches is there, or a new volume in its place would be root's.
+RUN useradd --create-home --uid 10001 swiftkv \
+    && install --directory --owner swiftkv --group swiftkv /home/swiftkv/.cache
 ENV PATH=/opt/swiftkv/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     NVIDIA_VISIBLE_DEVICES=all \

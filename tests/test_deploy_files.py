@@ -68,7 +68,7 @@ def test_extras_of_the_image_are_the_project_s():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [value for text in the("ARG") if (value := text.partition("EXTRAS=")[2])]
     extras.append(compose.services()["first"]["build"]["args"]["EXTRAS"])
-    assert extras == ["serve", "serve,cuda"]
+    assert extras == ["serve,gguf", "serve,gguf,cuda"]
     assert {one for text in extras for one in text.split(",")} <= set(
         project["optional-dependencies"]
     )

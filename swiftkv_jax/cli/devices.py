@@ -88,5 +88,5 @@ def enable_compilation_cache(folder: str | os.PathLike[str]) -> None:
     """
     folder = private_directory("compile_cache", folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -14,6 +14,9 @@ VLLM = {
     "--enable-expert-parallel": "leave it out: --mesh divides experts as it divides heads",
     "--distributed-executor-backend": "here --coordinator-address, --num-processes and "
     "--process-id, for several hosts",
+    "--nnodes": "here --coordinator-address, --num-processes and --process-id, for several hosts",
+    "--node-rank": "here --coordinator-address, --num-processes and --process-id, for several "
+    "hosts",
     "--attention-backend": "here --attention, whose values differ",
     "--kv-cache-memory-bytes": "here --kv-cache-memory {value}",
     "--async-scheduling": "leave it out: the host is always a step behind the device",
@@ -41,11 +44,18 @@ VLLM = {
     "--max-num-batched-tokens",
     "--swap-space": "leave it out: nothing is swapped to the host",
     "--cpu-offload-gb": "not here: weights are not offloaded to the host",
+    "--kv-offloading-size": "not here: caches are not offloaded to the host",
+    "--kv-transfer-config": "not here: one server reads prompts and decodes",
+    "--spec-tokens": "here --speculative-config '{{\"num_speculative_tokens\": {value}}}'",
+    "--spec-model": "not here: there are no trained drafters; --speculative-config drafts from the "
+    "request's own text",
     "--disable-log-requests": "leave it out: requests are logged with --log-requests alone",
+    "--disable-uvicorn-access-log": "leave it out: requests are logged with --log-requests alone",
     "--disable-log-stats": "leave it out: figures are at /metrics",
     "--seed": "a request has `seed`",
     "--hf-overrides": "not here: change config.json",
     "--rope-scaling": "not here: change config.json",
+    "--config": "not here: give the flags",
     "--generation-config": "leave it out: the checkpoint's generation_config.json is obeyed",
     "--override-generation-config": "here --temperature, --top-p and the other flags of sampling",
     "--enable-reasoning": "leave it out: --reasoning-parser alone",
@@ -54,8 +64,11 @@ VLLM = {
     "--enable-lora": "here --adapter DIR: one adapter, merged while the model loads",
     "--lora-modules": "here --adapter DIR: one adapter, merged while the model loads",
     "--limit-mm-per-prompt": "leave it out: there are text models only",
+    "--language-model-only": "leave it out: there are text models only",
+    "--enable-prompt-tokens-details": "leave it out: usage always has the cached tokens",
+    "--sse-keep-alive-interval": "here --sse-keep-alive {value}",
 }
-"""Flags of `vllm serve`."""
+"""Flags of `vllm serve`: of 0.33, and some that older versions had."""
 
 TRANSFORMERS = {
     "--num-return-sequences": "here --n {value}",

@@ -71,7 +71,6 @@ PROGRAM = """
 import sys, jax
 from swiftkv_jax.cli.devices import enable_compilation_cache
 enable_compilation_cache(sys.argv[1])
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 hits = []
 jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
 jax.jit(lambda x: x * 3 + 1)(2.0).block_until_ready()
