@@ -32,7 +32,8 @@ CASES: dict[str, Any] = {  # model, (topology, mesh), rows, width, more
     "70B on 8 H200": (LLAMA_70B, H200_8, 8, 8, {}),
     "Qwen3-30B-A3B on an H200": (QWEN3_30B_A3B, H200, 8, 8, {}),
     "8B on a v6e, 1 of 16": (LLAMA_8B, V6E, 1, 16, {}),
-    "8B on a v6e, 64 of 4": (LLAMA_8B, V6E, 64, 4, {}),
+    # A quarter of what 64 prompts can fill: all of it would be more than the memory.
+    "8B on a v6e, 64 of 4": (LLAMA_8B, V6E, 64, 4, {"num_pages": 512}),
     "8B on a v6e, two caches": (TWO_CACHES, V6E, 8, 8, {}),
     "70B on 8 v6e": (LLAMA_70B, V6E_8, 8, 8, {}),
 }
