@@ -13,14 +13,17 @@ Random float32 weights have the proportions of Llama-3.1-8B and the demo model's
 are written by `save_hf` as a plain Llama and as one with a delta. On a CPU all servers run and
 answer in turns, in an order that rotates; on another device one runs after the other. `swiftkv
 infer bench serve` asks each for streams of 512 prompt and 64 new tokens, then of 2,048 and 32, with
-1, 4 and 16 clients, each of which sends `--rounds` requests. Greedy text of the teacher must be
+`--clients` at a time, each of which sends `--rounds` requests. Greedy text of the teacher must be
 that of transformers, which shows that weights and arithmetic are the same: exit code 1 if not.
-Times of a single client are those of the model, with HTTP. JSON goes to `benchmarks/results/`.
+Times of a single client are those of the model, with HTTP; beside them stand the least that the
+machine could take, by its rates of products and of reading memory. JSON goes to
+`benchmarks/results/`.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
@@ -37,6 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from transformers import AutoTokenizer
 
 import swiftkv_jax as skv
@@ -46,6 +50,8 @@ from swiftkv_jax.errors import DataError, UsageError
 from swiftkv_jax.infer.bench.dummy import dummy_model
 from swiftkv_jax.model.config import Config
 from swiftkv_jax.model.model import add_swiftkv
+from swiftkv_jax.plan.cost import decode_weights, prefill_flops
+from swiftkv_jax.plan.roofline import matmul_rate
 from swiftkv_jax.train.data.sources import STDLIB, DataSource, find_files
 from swiftkv_jax.train.recipe import Recipe
 from swiftkv_jax.train.run.setup import open_tokenizer
@@ -60,11 +66,8 @@ TRANSFORMERS = "transformers"
 TEACHER = "teacher"
 STUDENT = "swiftkv"
 BATCHING = "transformers, continuous batching"
-SIZES = {
-    "full": (((512, 64), (2048, 32)), (1, 4, 16)),
-    "smoke": (((64, 16),), (1, 2)),
-}
-"""((tokens of a prompt, of an answer) of each workload, clients)."""
+WORKLOADS = {"full": ((512, 64), (2048, 32)), "smoke": ((64, 16),)}
+"""(tokens of a prompt, of an answer) of each workload."""
 READY_SECONDS = 600
 
 
@@ -91,8 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     flag = parser.add_argument
     flag("--python", type=Path, help="an interpreter with transformers[serving]")
     flag("--model", help="a SwiftKV model to serve (default: random weights)")
+    flag("--clients", type=int, nargs="+", default=[1, 4, 16], help="(default: 1 4 16)")
     flag("--rounds", type=int, default=3, help="requests of each client (default: %(default)s)")
-    report.add_flags(parser, tables=tuple(SIZES), seconds=3600, rows=False)
+    report.add_flags(parser, tables=tuple(WORKLOADS), seconds=3600, rows=False)
     args = parser.parse_args(argv)
     return cli.run(lambda: _main(args), parser)
 
@@ -109,12 +113,14 @@ def _main(args: argparse.Namespace) -> int:
         raise UsageError("random weights are for a CPU: set JAX_PLATFORMS=cpu, or give --model")
     document, path = report.begin(args, "beside_transformers", seed, facts=facts)
     document |= {"load": os.getloadavg(), "speed": []}
+    if args.model is None:
+        document["floors"] = alone(floors, args.shapes)
     if args.python is not None:
         document["versions_of_transformers"] = versions(args.python)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tokenizer, student = prepare(args, folder, document)
-        length = 5 * max(map(sum, SIZES[args.shapes][0])) // 4  # text may become more tokens
+        length = 5 * max(map(sum, WORKLOADS[args.shapes])) // 4  # text may become more tokens
         servers = commands(args.python, student, str(folder / "plain"), length)
         texts = {}
         for group in [servers] if on_cpu else [[server] for server in servers]:
@@ -122,7 +128,7 @@ def _main(args: argparse.Namespace) -> int:
                 up = [stack.enter_context(running(server)) for server in group]
                 first = source_prompts(tokenizer, 32, 1)[0]
                 texts |= {server.name: greedy(server, first) for server in up}
-                for workload, count in itertools.product(*SIZES[args.shapes]):
+                for workload, count in itertools.product(WORKLOADS[args.shapes], args.clients):
                     if time.monotonic() - start > args.seconds:
                         break
                     prompts = source_prompts(tokenizer, workload[0], count * args.rounds)
@@ -141,18 +147,24 @@ def prepare(args: argparse.Namespace, folder: Path, document: dict[str, Any]) ->
         document["model"] = args.model
         recipe = Recipe(model=args.model, data=(), output_dir=folder)
         return open_tokenizer(recipe), args.model
-    tokenizer = AutoTokenizer.from_pretrained(str(demo.LLAMA))
-    config = dataclasses.replace(model_config(args.shapes), vocab_size=len(tokenizer))
+    tokenizer = demo_tokenizer()
+    config = model_config(args.shapes)
     document["config"] = config_to_hf(config)
     write_models(config, tokenizer, folder)
     return tokenizer, str(folder / "student")
 
 
+def demo_tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(str(demo.LLAMA))
+
+
 def model_config(shapes: str) -> Config:
-    if shapes == "smoke":
-        return TINY
-    config = config_from_hf(json.loads(MEDIUM.read_text(encoding="utf-8")))
-    return config.cut(config.num_layers // 2)
+    """The architecture of the random weights, with as many tokens as the demo's tokenizer has."""
+    config = TINY
+    if shapes != "smoke":
+        config = config_from_hf(json.loads(MEDIUM.read_text(encoding="utf-8")))
+        config = config.cut(config.num_layers // 2)
+    return dataclasses.replace(config, vocab_size=len(demo_tokenizer()))
 
 
 def versions(python: Path) -> dict[str, str]:
@@ -188,6 +200,41 @@ def source_prompts(tokenizer: Any, length: int, count: int) -> list[str]:
         if len(ids) >= length * count:
             break
     return [tokenizer.decode(ids[at * length : (at + 1) * length]) for at in range(count)]
+
+
+# Floors -----------------------------------------------------------------------
+
+
+def floors(shapes: str) -> dict[str, Any]:
+    """Rates of this machine, and the least seconds in which the teacher and SwiftKV could answer
+    one stream at them: a token takes a pass over the weights, the first one the products of the
+    prompt before it."""
+    config = model_config(shapes)
+    flops = matmul_rate(jnp.float32)
+    bandwidth = read_bandwidth(2**20 if shapes == "smoke" else 2**30)
+    found: dict[str, Any] = {"flops_per_s": flops, "bytes_per_s": bandwidth}
+    for name in (TEACHER, STUDENT):
+        swiftkv = name == STUDENT
+        step = 4 * decode_weights(config, swiftkv=swiftkv) / bandwidth
+        ttft = {
+            length: prefill_flops(config, length, swiftkv=swiftkv) / flops + step
+            for length, _ in WORKLOADS[shapes]
+        }
+        found[name] = {"tpot": step, "ttft": ttft}
+    return found
+
+
+def read_bandwidth(size: int) -> float:
+    """Bytes a second at which all cores together read `size` bytes of memory, the best of ten."""
+    cores = os.cpu_count() or 1
+    parts = np.array_split(np.ones(size // 4, np.float32), cores)
+    best = float("inf")
+    with concurrent.futures.ThreadPoolExecutor(cores) as pool:
+        for _ in range(10):
+            start = time.perf_counter()
+            list(pool.map(np.max, parts))
+            best = min(best, time.perf_counter() - start)
+    return size / best
 
 
 # Servers ----------------------------------------------------------------------

@@ -101,31 +101,51 @@ def _many_rows() -> str:
 
 
 def beside_transformers() -> str:
-    alone = newest("hf-baseline-cpu")
+    alone = newest("beside-transformers-cpu")
     served = newest("hf-serve-cpu")
-    ratios = alone["times_as_fast"]
-    repetitions = alone["repetitions"]["transformers"]
-    versions = served["versions_of_transformers"]
-    speed = [
-        (name, f"{ratios[key]['ttft']:.2f}", f"{ratios[key]['tpot']:.2f}")
-        for name, key in (("teacher", "teacher"), ("SwiftKV", "swiftkv"))
-    ]
+    versions = alone["versions_of_transformers"]
+    floors = alone["floors"]
+    rounds = len(alone["speed"][0]["rounds"])
+    same = "the same text" if alone["same_text"] else "ANOTHER TEXT"
+    columns = ("512 in: first token", "further", "2,048 in: first token", "further")
     return section(
         "The same weights in Hugging Face transformers",
         f"transformers {versions['transformers']} on PyTorch {versions['torch']}, two cores, the "
-        "model and prompts of the section above; `python -m benchmarks.beside_transformers`. This "
-        f"package is so many times as fast, by medians of {len(repetitions)}, and the teacher's "
-        f"tokens are those of transformers in {alone['same_tokens']} of {len(repetitions)} runs:",
-        table(("", "time to first token", "further tokens"), speed),
-        "Its server beside `transformers serve`, without and with continuous batching, one after "
-        "the other: 16 clients with a request each of 512 tokens and an answer of 64, and with "
-        "2,048 and 32.",
+        "model of the section above; `python -m benchmarks.beside_transformers`. One client of each "
+        f"server in turn, the best of {rounds} rounds, answers of 64 and of 32 tokens; the teacher "
+        f"and transformers write {same}. A floor is what this machine allows at the rates that were "
+        f"measured before the rounds: {floors['flops_per_s'] / 1e9:.0f} GFLOP/s of float32 products "
+        f"for the prompt, {floors['bytes_per_s'] / 1e9:.1f} GB/s of reading memory for each pass "
+        "over the weights.",
+        table(("server", *columns), _streams(alone)),
+        "With 16 clients, a request each of 512 tokens and an answer of 64, and with 2,048 and 32, "
+        "some commits before:",
         table(
             ("server", "512 / 64: tokens/s", "first token", "2,048 / 32: tokens/s", "first token"),
             _servers(served),
         ),
         _heeded(served),
     )
+
+
+def _streams(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Times of one client's tokens by each server, and the floors of the two of this package."""
+    found = dict[str, list[str]]()
+    for row in result["speed"]:
+        if row["clients"] == 1:
+            ttft, tpot = (
+                min(one[name]["p50"] for one in row["rounds"]) for name in ("ttft", "tpot")
+            )
+            found.setdefault(row["server"], []).extend(_stream(ttft, tpot))
+    for name in ("teacher", "swiftkv"):
+        floor = result["floors"][name]
+        times = (_stream(ttft, floor["tpot"]) for ttft in floor["ttft"].values())
+        found[f"{name}, floor"] = [one for pair in times for one in pair]
+    return [(name, *figures) for name, figures in found.items()]
+
+
+def _stream(ttft: float, tpot: float) -> tuple[str, str]:
+    return f"{ttft:.2f} s", f"{1e3 * tpot:.1f} ms"
 
 
 CLIENTS = 16
