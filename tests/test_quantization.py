@@ -20,6 +20,7 @@ from swiftkv_jax.model.quantization import (
     CPU_ROWS,
     Arithmetic,
     Quantized,
+    QuantizedRows,
     Scheme,
     as_matrix,
     dequantize,
@@ -29,10 +30,11 @@ from swiftkv_jax.model.quantization import (
     refuse_quantized,
     scheme_for,
     scheme_of,
+    swiglu,
 )
 from swiftkv_jax.model.sharding import llama_shardings, swiftkv_shardings
 from swiftkv_jax.model.stacks import split_layers
-from swiftkv_jax.pallas_kernels import fp8_product
+from swiftkv_jax.pallas_kernels import fp8_product, fp8_rows
 from tests import tiny
 from tests.pallas_kernels.interpreted import device_of
 
@@ -194,6 +196,22 @@ def test_product_by_a_kernel(monkeypatch):
         found = product("BTD,PJKHD->PBTJKH", x.astype(jnp.bfloat16), weight)
     assert found.dtype == jnp.bfloat16
     np.testing.assert_allclose(*(np.float32(out) for out in (found, expected)), rtol=2**-7)
+
+
+def test_rows_by_a_kernel(monkeypatch):
+    """Activations that a kernel quantises are what the product would have quantised."""
+    monkeypatch.setattr(fp8_rows, "FROM_ROWS", 128)
+    gate_up = random((2, 64, 512)).astype(jnp.bfloat16)
+    weight = quantize(random((48, 256)), 1, AUTO)
+    expected = product("BTF,DF->BTD", swiglu(gate_up, weight), weight)
+    kernels = dataclasses.replace(weight, scheme=dataclasses.replace(AUTO, kernels="hopper"))
+    with device_of("hopper"):
+        rows = swiglu(gate_up, kernels)
+    assert isinstance(rows, QuantizedRows) and rows.dtype == jnp.bfloat16
+    found = product("BTF,DF->BTD", rows, weight)
+    assert found.dtype == jnp.bfloat16
+    size = np.abs(np.float32(expected)).max()
+    assert np.abs(np.float32(found) - np.float32(expected)).max() < 0.02 * size
 
 
 @pytest.mark.parametrize("rows", [(1, 1), (2, 1), (1, 3), (2, CPU_ROWS)])

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..pallas_kernels import fp8_product, grouped_product, selfcheck
+from ..pallas_kernels import fp8_product, fp8_rows, grouped_product, selfcheck
 from ..pallas_kernels.selfcheck import RUNS, TOLERANCE, Comparison, difference
 from .configurations import POSITIONS, KernelConfig, case_of
 from .verdicts import Verdict
@@ -26,6 +26,8 @@ def compare(
         return compare_experts(config, implementation, options.get("runs", RUNS))
     if config.op == "fp8_product":
         return compare_fp8_products(config, implementation, options.get("runs", RUNS))
+    if config.op == "fp8_rows":
+        return compare_fp8_rows(config, implementation, options.get("runs", RUNS))
     return selfcheck.compare(case_of(config, positions), implementation, **options)
 
 
@@ -115,3 +117,25 @@ def compare_fp8_products(config: KernelConfig, implementation: str, runs: int = 
     tolerance = TOLERANCE[config.dtype]
     tolerated = [tolerance + tolerance / 2 * np.abs(one) for one in expected]
     return difference((call(*operands) for _ in range(runs)), expected, tolerated)
+
+
+def compare_fp8_rows(config: KernelConfig, implementation: str, runs: int = RUNS) -> Comparison:
+    """The same for rows of the MLP's width that are made and quantised at once, the last of them
+    zeros: the rows that values and scales stand for, within half a step of FP8."""
+    rng = np.random.default_rng(0)
+    dtype = jnp.dtype(config.dtype)
+    gate_up = rng.standard_normal((16, 2 * config.mlp_dim), np.float32)
+    gate_up *= np.exp2(np.linspace(-8, 4, 16))[:, None]
+    gate_up[-1] = 0
+    operand = jnp.asarray(gate_up.astype(dtype))
+    gate, up = np.split(np.asarray(operand, np.float64), 2, axis=1)
+    expected = gate / (1 + np.exp(-gate)) * up
+
+    def call(operand):
+        values, scale = fp8_rows.fp8_swiglu(operand, implementation)
+        return [values.astype(jnp.float32) * scale[:, None]]
+
+    step = np.abs(expected).max(axis=1, keepdims=True) / 448 * 2.0**-9
+    tolerated = (2.0**-4 + 2 * TOLERANCE[config.dtype]) * np.abs(expected) + step
+    tolerated += np.finfo(np.float32).tiny  # of the row of zeros
+    return difference((call(operand) for _ in range(runs)), [expected], [tolerated])

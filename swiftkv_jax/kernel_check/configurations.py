@@ -16,6 +16,7 @@ from ..pallas_kernels import choose
 from ..pallas_kernels.choice import Choice, choose_experts
 from ..pallas_kernels.device import HEAD_DIMS, Device
 from ..pallas_kernels.fp8_product import FROM_ROWS, choose_fp8_product
+from ..pallas_kernels.fp8_rows import choose_fp8_rows
 from ..pallas_kernels.selfcheck import Case, Row
 
 PAGE_SIZE = 128
@@ -36,8 +37,9 @@ DTYPES = {
 class KernelConfig:
     """Properties for which a kernel is compiled, but for the sizes of the batch."""
 
-    op: Literal["prefill", "decode", "gradient", "experts", "fp8_product"]
-    """Attention, or the products of experts or FP8 matrices, which have widths and no heads."""
+    op: Literal["prefill", "decode", "gradient", "experts", "fp8_product", "fp8_rows"]
+    """Attention, or the products of experts or FP8 matrices and the rows of the latter, which have
+    widths and no heads."""
     head_dim: int
     queries_per_kv_head: int
     dtype: str
@@ -60,7 +62,7 @@ class KernelConfig:
     @property
     def description(self) -> str:
         """All but the op, for people."""
-        if self.op in ("experts", "fp8_product"):
+        if not self.head_dim:
             return f"width {self.embed_dim}, MLP {self.mlp_dim}, {self.dtype}"
         heads = f"{self.queries_per_kv_head} queries per key/value head"
         words = [f"head dim {self.head_dim}", heads, self.dtype]
@@ -96,8 +98,7 @@ def serving_configs(
         for op in ("prefill", "decode")
     ] + _experts(config, dtype)
     if fp8_products:
-        name = jnp.dtype(dtype).name
-        found.append(_product("fp8_product", name, config.embed_dim, config.mlp_dim))
+        found += _fp8(jnp.dtype(dtype).name, config.embed_dim, config.mlp_dim)
     return found
 
 
@@ -110,8 +111,8 @@ def model_configs(config: Config, implementation: str) -> list[KernelConfig]:
         for cache_dtype in (dtype, *EIGHT_BITS)
         for one in serving_configs(config, dtype, cache_dtype, PAGE_SIZE)
     ]
-    fp8 = _product("fp8_product", dtype, config.embed_dim, config.mlp_dim)
-    return [*serving, *training_configs(config, dtype), fp8]
+    fp8 = _fp8(dtype, config.embed_dim, config.mlp_dim)
+    return [*serving, *training_configs(config, dtype), *fp8]
 
 
 def training_configs(config: Config, dtype: Any, mesh: Mesh | None = None) -> list[KernelConfig]:
@@ -142,8 +143,7 @@ def standard_configs(implementation: str) -> list[KernelConfig]:
     found += _rows(128, dtype, windowed=True)
     found += _pages(128, 4, dtype, caches, parts=True)
     found.append(_product("experts", dtype, 2048, 768))
-    found.append(_product("fp8_product", dtype, 2048, 768))
-    return found
+    return found + _fp8(dtype, 2048, 768)
 
 
 def _pages(head_dim: int, queries: int, dtype: str, caches: Sequence[str], **kind: bool):
@@ -182,8 +182,12 @@ def _experts(config: Config, dtype: Any) -> list[KernelConfig]:
     return [_product("experts", jnp.dtype(dtype).name, config.embed_dim, config.mlp_dim)]
 
 
+def _fp8(dtype: str, embed_dim: int, mlp_dim: int) -> list[KernelConfig]:
+    return [_product(op, dtype, embed_dim, mlp_dim) for op in ("fp8_product", "fp8_rows")]
+
+
 def _product(
-    op: Literal["experts", "fp8_product"], dtype: str, embed_dim: int, mlp_dim: int
+    op: Literal["experts", "fp8_product", "fp8_rows"], dtype: str, embed_dim: int, mlp_dim: int
 ) -> KernelConfig:
     return KernelConfig(op, 0, 0, dtype, dtype, embed_dim=embed_dim, mlp_dim=mlp_dim)
 
@@ -287,4 +291,6 @@ def choose_for(config: KernelConfig, device: Device) -> Choice:
             for inputs, outputs in (widths, widths[::-1])
         ]
         return next((choice for choice in choices if choice.reason), choices[0])
+    if config.op == "fp8_rows":
+        return choose_fp8_rows(device.kernels, FROM_ROWS, config.mlp_dim, config.dtype)
     return choose(device, case_of(config).spec)

@@ -29,9 +29,7 @@ from .config import KV_CACHE_DTYPES, Config, KVCacheDtype
 from .mesh import MODEL, row_axes
 from .params import Leaf
 
-_EIGHT_BITS: dict[Any, quantization.Format] = {
-    jnp.dtype(dtype): format for format, dtype in quantization.DTYPES.items()
-}
+_EIGHT_BITS = tuple(jnp.dtype(dtype) for dtype in quantization.DTYPES.values())
 
 
 @struct.dataclass
@@ -229,7 +227,7 @@ def _stored(pool: Pool, new: Float[Array, "_ K _ H"]) -> tuple[Array, Array | No
     token becomes the largest number of the format."""
     if pool.scale is None:
         return new.astype(pool.values.dtype), None
-    return quantization.to_eight_bits(new, (new.ndim - 1,), _EIGHT_BITS[pool.values.dtype])
+    return quantization.to_eight_bits(new, (new.ndim - 1,), pool.values.dtype)
 
 
 def _on_each_device(

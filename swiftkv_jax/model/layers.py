@@ -20,7 +20,7 @@ from .config import Activation, Config
 from .experts import mixture
 from .mesh import FSDP, MODEL
 from .params import Block, Leaf, PromptMLP, ServingBlock
-from .quantization import Quantized, as_matrix, merge_outputs, product
+from .quantization import Quantized, QuantizedRows, as_matrix, merge_outputs, product, swiglu
 
 
 @runtime_checkable
@@ -118,14 +118,10 @@ def output_and_mlp(
     with jax.named_scope("mlp"):
         h = norm(config, x, block.mlp_norm)
 
-        def activate(gate, up):
-            return _gated(gate, up, config.activation)
-
         if block.router is None:
-            out = product(
-                "BTF,DF->BTD", activate(*_gate_and_up(block, h, attention.mesh)), block.down
-            )
+            out = product("BTF,DF->BTD", _activations(config, block, h, attention.mesh), block.down)
         else:
+            activate = functools.partial(_gated, activation=config.activation)
             out = mixture(config, block, h, activate, attention)
         return x + scaled(norm(config, out, block.mlp_post), config.residual_scale)
 
@@ -168,17 +164,21 @@ def run_neurons(
     return _gated(product("BTD,SD->BTS", h, gate), product("BTD,SD->BTS", h, up), config.activation)
 
 
-def _gate_and_up(
-    block: Block | ServingBlock, h: Float[Array, "B T D"], mesh: Mesh | None
-) -> tuple[Float[Array, "B T F"], Float[Array, "B T F"]]:
-    if isinstance(block, ServingBlock):
-        if mesh is None or mesh.shape[MODEL] == mesh.shape.get(FSDP, 1) == 1:
-            gate, up = jnp.split(product("BTD,MD->BTM", h, merge_outputs(block.gate_up)), 2, -1)
-            return gate, up
-        # merged axes could not stay split
+def _activations(
+    config: Config, block: Block | ServingBlock, h: Float[Array, "B T D"], mesh: Mesh | None
+) -> Float[Array, "B T F"] | QuantizedRows:
+    """Those of the MLP's neurons, as the product with `down` takes them."""
+    if isinstance(block, Block):
+        gate, up = product("BTD,FD->BTF", h, block.gate), product("BTD,FD->BTF", h, block.up)
+    elif mesh is None or mesh.shape[MODEL] == mesh.shape.get(FSDP, 1) == 1:
+        gate_up = product("BTD,MD->BTM", h, merge_outputs(block.gate_up))
+        if config.activation == "silu":
+            return swiglu(gate_up, block.down)
+        gate, up = jnp.split(gate_up, 2, -1)
+    else:  # merged axes could not stay split
         both = product("BTD,PFD->BTPF", h, block.gate_up)
-        return both[:, :, 0], both[:, :, 1]
-    return product("BTD,FD->BTF", h, block.gate), product("BTD,FD->BTF", h, block.up)
+        gate, up = both[:, :, 0], both[:, :, 1]
+    return _gated(gate, up, config.activation)
 
 
 @functools.partial(_rematerialized, static_argnums=2)

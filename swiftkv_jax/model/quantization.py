@@ -19,7 +19,9 @@ from jaxtyping import Array, Float
 
 from ..errors import UsageError
 from ..pallas_kernels.device import Device, current_device
+from ..pallas_kernels.eight_bits import to_eight_bits
 from ..pallas_kernels.fp8_product import choose_fp8_product, fp8_product
+from ..pallas_kernels.fp8_rows import choose_fp8_rows, fp8_swiglu
 from .params import Llama, Param, SwiftKV, map_params
 
 Format = Literal["fp8", "int8"]
@@ -36,7 +38,6 @@ CPU_ROWS = 128
 more takes as long as that saves."""
 
 DTYPES: dict[Format, Any] = {"fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
-_LARGEST: dict[Format, float] = {"fp8": 448.0, "int8": 127.0}
 # Device kinds whose matrix units multiply float8_e4m3fn: Hopper and Blackwell, Ironwood.
 _ARITHMETIC: dict[str, Arithmetic] = {
     r"NVIDIA G?(H100|H200|B200|B300)\b": "auto",
@@ -110,6 +111,20 @@ class Quantized:
     scheme: Scheme = struct.field(pytree_node=False)
 
 
+@struct.dataclass
+class QuantizedRows:
+    """Activations in 8 bits, in the place of the array that products would quantise."""
+
+    values: Any  # rows, then the axis that products sum over; float8_e4m3fn
+    scale: Any  # f32; one for each row
+    dtype: Any = struct.field(pytree_node=False)
+    """Dtype of that array."""
+
+    @property
+    def size(self) -> int:
+        return self.values.size
+
+
 def is_quantized(leaf: Any) -> bool:
     """For `is_leaf` of `jax.tree.map` and `params.map_params`."""
     return isinstance(leaf, Quantized)
@@ -122,7 +137,7 @@ def quantize(weight: Float[Array, "*shape"], in_axes: int, scheme: Scheme) -> Qu
     one by a sixteenth of itself, or by 2^-10 of a scale where it is below 2^-6 of one.
     """
     return Quantized(
-        *to_eight_bits(weight, tuple(range(weight.ndim - in_axes, weight.ndim)), scheme.format),
+        *to_eight_bits(weight, tuple(range(weight.ndim - in_axes, weight.ndim)), scheme.dtype),
         scheme,
     )
 
@@ -136,7 +151,10 @@ def dequantize(weight: Quantized, dtype) -> Float[Array, "*shape"]:
 
 
 def product(
-    spec: str, x: Float[Array, "*x"], weight: Array | Quantized, dtype: Any = None
+    spec: str,
+    x: Float[Array, "*x"] | QuantizedRows,
+    weight: Array | Quantized,
+    dtype: Any = None,
 ) -> Float[Array, "*out"]:
     """`jnp.einsum(spec, x, weight)`, of a plain matrix or a quantised one: in `dtype`, None that of
     x.
@@ -165,7 +183,10 @@ def product(
         return (multiply(of_x, of_weight, out, x, values, sums) * scale).astype(dtype)
     summed = tuple(axis for axis, letter in enumerate(of_x) if letter not in out)
     rows = "".join(letter for letter in of_x if letter in out)
-    x_values, x_scale = to_eight_bits(x, summed, weight.scheme.format)
+    if isinstance(x, QuantizedRows):
+        x_values, x_scale = x.values, x.scale
+    else:
+        x_values, x_scale = to_eight_bits(x, summed, weight.scheme.dtype)
     sizes = x_scale.size, num_inputs, weight.scale.size
     choice = choose_fp8_product(weight.scheme.kernels, *sizes, x.dtype)
     if choice.implementation != "xla":
@@ -181,6 +202,23 @@ def product(
         return jnp.einsum(f"{rows}{outputs}->{out}", found)
     scale = scale * _spread(x_scale, rows, out)
     return (_multiply(of_x, of_weight, out, x_values, weight.values, sums) * scale).astype(dtype)
+
+
+def swiglu(
+    gate_up: Float[Array, "*B 2F"], weight: Float[Array, "D F"] | Quantized
+) -> Float[Array, "*B F"] | QuantizedRows:
+    """SiLU(gate) up of rows that have both side by side, as a product with `weight` takes it:
+    quantised at once where a kernel does both."""
+    width = gate_up.shape[-1] // 2
+    if isinstance(weight, Quantized) and weight.scheme.arithmetic != "widen":
+        rows = gate_up.reshape(-1, 2 * width)
+        choice = choose_fp8_rows(weight.scheme.kernels, len(rows), width, gate_up.dtype)
+        if choice.implementation != "xla":
+            values, scale = fp8_swiglu(rows, choice.implementation)
+            shape = gate_up.shape[:-1]
+            return QuantizedRows(values.reshape(*shape, width), scale.reshape(shape), gate_up.dtype)
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return jax.nn.silu(gate) * up
 
 
 def _multiply(of_x: str, of_weight: str, out: str, x: Array, weight: Array, dtype: Any) -> Array:
@@ -276,20 +314,6 @@ def refuse_quantized(tree: Any, purpose: str) -> None:
     if (scheme := scheme_of(tree)) is not None:
         how = "load(..., quantization='none') dequantises them, and save keeps the result"
         raise UsageError(f"{purpose} needs unquantised weights, these are {scheme.format}: {how}")
-
-
-def to_eight_bits(
-    x: Float[Array, "*shape"], axes: tuple[int, ...], format: Format
-) -> tuple[Array, Array]:
-    """(values, scale without `axes`): the largest magnitude along `axes` becomes the largest number
-    of the format."""
-    wide = x.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(wide), axis=axes, keepdims=True) / _LARGEST[format]
-    # Rows of zeros, and of numbers that devices flush to zero, have no scale. NaN stays NaN.
-    scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)
-    wide = wide / scale
-    values = (jnp.round(wide) if format == "int8" else wide).astype(DTYPES[format])
-    return values, jnp.squeeze(scale, axes)
 
 
 def _spread(scale: Float[Array, "*channels"], letters, out: str) -> Float[Array, "*out"]:

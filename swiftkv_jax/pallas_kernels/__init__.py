@@ -1,6 +1,6 @@
 """Attention, as two ops: `prefill_attention` and `decode_attention`. The model calls them through
 `swiftkv_jax.model.attention` and in no other way. Products of experts (`grouped_product`) and of
-FP8 matrices (`fp8_product`) are two more.
+FP8 matrices (`fp8_product`) are two more, and rows of the latter (`fp8_rows`) a third.
 
 Reading order: `reference` (the formula), `operands` (what an op is given), `checks`, `choice` and
 `ops`, then one implementation: `xla` runs everywhere, `hopper` and `tpu` are device kernels,

@@ -4,6 +4,7 @@ sequence of thunks that the host runs, of which some are in command buffers (CUD
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import tempfile
 from collections.abc import Mapping
@@ -41,6 +42,47 @@ def kernels(text: str) -> list[Kernel]:
         raise ValueError("no ENTRY computation: not an HLO module")
     found = (Kernel(*match.groups()) for match in _INSTRUCTION.finditer(entry[1]))
     return [kernel for kernel in found if kernel.op not in _FREE]
+
+
+# Passes over memory ------------------------------------------------------------
+
+_ARRAY = re.compile(r"\b(pred|bf16|[fsu]\d+\w*)\[([\d,]*)\]")
+_DEFINED = re.compile(
+    r"^\s*(?:ROOT )?%?([\w.\-]+) = (\((?:[^()]|\([^()]*\))*\)|\S+) ([\w\-]+)\(([^)]*)\)(.*)$",
+    re.MULTILINE,
+)
+_PRODUCT = re.compile(r"__triton_gemm|__cublas|calls=%\S*gemm")
+
+
+class Pass(NamedTuple):
+    name: str
+    bytes: int
+    """Read and written."""
+
+
+def passes(text: str, kernel: str, largest: int) -> list[Pass]:
+    """What optimised HLO for a GPU does to whole arrays between products and attention: its
+    fusions, and custom calls whose metadata have `kernel`. Arrays of more than `largest` bytes, of
+    which only rows are touched, do not count."""
+    if not (entry := _ENTRY.search(text)):
+        raise ValueError("no ENTRY computation: not an HLO module")
+    sizes: dict[str, list[int]] = {}
+    found = []
+    for name, shape, op, operands, rest in (
+        match.groups() for match in _DEFINED.finditer(entry[1])
+    ):
+        sizes[name] = [_bytes(*array) for array in _ARRAY.findall(shape)]
+        counted = kernel in rest if op == "custom-call" else op not in _FREE
+        if counted and not _PRODUCT.search(rest):
+            read = {operand for operand in re.findall(r"%([\w.\-]+)", operands)}
+            moved = [*sizes[name], *(size for one in read for size in sizes.get(one, []))]
+            found.append(Pass(name, sum(size for size in moved if size <= largest)))
+    return found
+
+
+def _bytes(dtype: str, dimensions: str) -> int:
+    bits = 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
+    return math.prod(int(size) for size in dimensions.split(",") if size) * bits // 8
 
 
 # Thunks -----------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 from swiftkv_jax import pallas_kernels
 from swiftkv_jax.kernel_check import KernelConfig, configurations
 from swiftkv_jax.kernel_check.comparison import compare, verdict_on
-from swiftkv_jax.pallas_kernels import fp8_product, grouped_product
+from swiftkv_jax.pallas_kernels import fp8_product, fp8_rows, grouped_product
 from tests.kernel_check.stand_in import Kernels
 from tests.pallas_kernels.interpreted import device_of
 
@@ -19,6 +19,7 @@ PREFILL = KernelConfig("prefill", 64, 2, "bfloat16", "bfloat16", 32)
 PARTS = dataclasses.replace(PREFILL, parts=True)
 EXPERTS = KernelConfig("experts", 0, 0, "bfloat16", "bfloat16", embed_dim=128, mlp_dim=256)
 FP8_PRODUCT = dataclasses.replace(EXPERTS, op="fp8_product", embed_dim=256)
+FP8_ROWS = dataclasses.replace(EXPERTS, op="fp8_rows", mlp_dim=6144)
 
 
 def error(config: KernelConfig, ops: Any = pallas_kernels) -> float:
@@ -159,6 +160,23 @@ def test_other_fp8_scales_are_noticed(monkeypatch):
 
     monkeypatch.setattr(fp8_product, "fp8_product", shifted)
     assert compare(FP8_PRODUCT, "xla", runs=1).error > 3
+
+
+def test_values_of_other_fp8_rows_are_noticed(monkeypatch):
+    swiglu = fp8_rows.fp8_swiglu
+
+    def swapped(gate_up, implementation):
+        gate, up = jnp.split(gate_up, 2, axis=1)
+        return swiglu(jnp.concatenate([up, gate], axis=1), implementation)
+
+    monkeypatch.setattr(fp8_rows, "fp8_swiglu", swapped)
+    assert compare(FP8_ROWS, "xla", runs=1).error > 3
+
+
+@pytest.mark.parametrize("implementation", ["xla", "hopper"])
+def test_fp8_rows(implementation):
+    with device_of(implementation):
+        assert compare(FP8_ROWS, implementation, runs=1).right
 
 
 @pytest.mark.long

@@ -136,11 +136,11 @@ def test_cudnn_is_for_plain_prefill(monkeypatch):
 def test_the_standard_set(kernels):
     """All of it is for the device: nothing is refused, but products on a TPU."""
     configs = standard_configs(kernels)
-    assert len(set(configs)) == len(configs) == 75
+    assert len(set(configs)) == len(configs) == 76
     kind = device("H100" if kernels == "hopper" else "v5e")
     refused = [one for one in configs if choose_for(one, kind).reason]
     assert [one.op for one in refused] == (
-        [] if kernels == "hopper" else ["experts", "fp8_product"]
+        [] if kernels == "hopper" else ["experts", "fp8_product", "fp8_rows"]
     )
 
 
