@@ -111,12 +111,12 @@ def beside_transformers() -> str:
     return section(
         "The same weights in Hugging Face transformers",
         f"transformers {versions['transformers']} on PyTorch {versions['torch']}, two cores, the "
-        "model of the section above; `python -m benchmarks.beside_transformers`. One client of each "
-        f"server in turn, the best of {rounds} rounds, answers of 64 and of 32 tokens; the teacher "
-        f"and transformers write {same}. A floor is what this machine allows at the rates that were "
-        f"measured before the rounds: {floors['flops_per_s'] / 1e9:.0f} GFLOP/s of float32 products "
-        f"for the prompt, {floors['bytes_per_s'] / 1e9:.1f} GB/s of reading memory for each pass "
-        "over the weights.",
+        "model of the section above; `python -m benchmarks.beside_transformers`. One client of "
+        f"each server in turn, the best of {rounds} rounds, answers of 64 and of 32 tokens; the "
+        f"teacher and transformers write {same}. A floor is what this machine allows at the rates "
+        f"measured before the rounds: {floors['flops_per_s'] / 1e9:.0f} GFLOP/s of float32 "
+        f"products for the prompt, {floors['bytes_per_s'] / 1e9:.1f} GB/s of reading memory for "
+        "each pass over the weights.",
         table(("server", *columns), _streams(alone)),
         "With 16 clients, a request each of 512 tokens and an answer of 64, and with 2,048 and 32, "
         "some commits before:",

@@ -41,6 +41,7 @@ from tests.pallas_kernels.interpreted import device_of
 FP8, INT8, NATIVE = Scheme("fp8"), Scheme("int8"), Scheme("fp8", "native")
 AUTO = Scheme("fp8", "auto")
 SCHEMES = {"fp8": FP8, "int8": INT8, "fp8 native": NATIVE, "fp8 auto": AUTO}
+SCHEMES |= {"int8 native": Scheme("int8", "native")}
 SCHEMES |= {"fp8 one row": AUTO, "int8 one row": INT8}
 E4M3 = ml_dtypes.float8_e4m3fn
 SPECS = {  # those of the model: shapes of x and of the matrix, and the axes summed over
@@ -166,11 +167,10 @@ def test_product(spec, name):
         np.asarray(weight.values).astype(np.float64)
         * np.asarray(weight.scale, np.float64)[..., None]
     )
-    seen = (
-        np.multiply(*rounded(np.asarray(x), 448, E4M3))
-        if name in ("fp8 native", "fp8 auto")
-        else np.asarray(x, np.float64)
-    )
+    largest = {"fp8 native": 448, "fp8 auto": 448, "int8 native": 127}.get(name)
+    seen = np.asarray(x, np.float64)
+    if largest:
+        seen = np.multiply(*rounded(np.asarray(x), largest, weight.values.dtype))
     found = jax.jit(product, static_argnums=0)(spec, x, weight)
     assert found.dtype == jnp.float32
     size = np.einsum(spec, np.abs(seen), np.abs(matrix))
@@ -320,8 +320,7 @@ def test_schemes_say_what_they_do():
     ("arguments", "message"),
     [
         (("int4",), "`quantization`='int4' is not known; choose fp8 or int8"),
-        (("int8", "auto"), "`arithmetic`='auto' is not known for int8; choose widen, or native"),
-        (("int8", "native"), "`arithmetic`='native' is not known for int8"),
+        (("int8", "auto"), "`arithmetic`='auto' is not known for int8; choose widen or native"),
         (("fp8", "fast"), "`arithmetic`='fast' is not known for fp8"),
     ],
 )

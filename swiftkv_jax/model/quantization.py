@@ -49,10 +49,11 @@ _ARITHMETIC: dict[str, Arithmetic] = {
 class Scheme:
     """How weights are kept, and how products with them run.
 
-    `widen` converts the weights to the activations' dtype inside the product. `native` (fp8 only)
-    quantises the activations too, each token by its own largest magnitude, and multiplies float8 by
-    float8: what `FP8_DYNAMIC` checkpoints are calibrated for, and on an H100 1.4 to 1.5 times as
-    fast in prefill as bfloat16.
+    `widen` converts the weights to the activations' dtype inside the product. `native` quantises
+    the activations too, each token by its own largest magnitude, and multiplies 8 bits by 8 bits.
+    For fp8 that is what `FP8_DYNAMIC` checkpoints are calibrated for, and on an H100 1.4 to 1.5
+    times as fast in prefill as bfloat16. For int8 it is never the default: activations have
+    outliers that 8-bit integers with one scale per token may not represent (arXiv:2208.07339).
 
     `auto` (fp8 only) is `native` for two rows or more, and `widen` for one row, as a sum: that
     spares the passes that quantise, and a GPU widens weights as it reads them. As a product with
@@ -72,13 +73,11 @@ class Scheme:
             raise UsageError(
                 f"`quantization`={self.format!r} is not known; choose {' or '.join(FORMATS)}"
             )
-        known = get_args(Arithmetic) if self.format == "fp8" else ("widen",)
+        known = get_args(Arithmetic) if self.format == "fp8" else ("widen", "native")
         if self.arithmetic not in known:
-            # Activations have outliers that 8-bit integers with one scale per token cannot
-            # represent; see arXiv:2208.07339.
             raise UsageError(
-                f"`arithmetic`={self.arithmetic!r} is not known for {self.format}; choose widen, "
-                f"or native or auto with fp8"
+                f"`arithmetic`={self.arithmetic!r} is not known for {self.format}; choose widen "
+                f"or native, or auto with fp8"
             )
 
     @property
@@ -174,10 +173,10 @@ def product(
     reads_row = arithmetic == "auto" or (arithmetic == "widen" and on_cpu)
     if reads_row and x.size == num_inputs:
         return _spread(_row_product(x, weight), outputs, out).astype(dtype)
+    scale = _spread(weight.scale, outputs, out)
     # Without their scale sums may exceed float16. bfloat16 holds them, and is half of what devices
     # exchange.
     sums = jnp.promote_types(x.dtype, jnp.bfloat16)
-    scale = _spread(weight.scale, outputs, out)
     if arithmetic == "widen":
         values = weight.values.astype(x.dtype)
         return (multiply(of_x, of_weight, out, x, values, sums) * scale).astype(dtype)
@@ -201,6 +200,8 @@ def product(
         found = found.reshape(*x_scale.shape, *weight.scale.shape)
         return jnp.einsum(f"{rows}{outputs}->{out}", found)
     scale = scale * _spread(x_scale, rows, out)
+    if weight.scheme.format == "int8":
+        sums = jnp.dtype(jnp.int32)
     return (_multiply(of_x, of_weight, out, x_values, weight.values, sums) * scale).astype(dtype)
 
 
@@ -297,13 +298,16 @@ def scheme_of(tree: Any) -> Scheme | None:
 
 def with_kernels[Tree](tree: Tree, device: Any) -> Tree:
     """The tree with the kernels of `device`, a `jax.Device`, for each quantised matrix."""
-    kernels = Device.of(device).kernels
+    return with_scheme(tree, kernels=Device.of(device).kernels)
+
+
+def with_scheme[Tree](tree: Tree, **fields: Any) -> Tree:
+    """The tree with these fields in the scheme of each quantised matrix."""
 
     def leaf(weight):
         if not is_quantized(weight):
             return weight
-        scheme = dataclasses.replace(weight.scheme, kernels=kernels)
-        return dataclasses.replace(weight, scheme=scheme)
+        return dataclasses.replace(weight, scheme=dataclasses.replace(weight.scheme, **fields))
 
     return jax.tree.map(leaf, tree, is_leaf=is_quantized)
 

@@ -14,7 +14,7 @@ from swiftkv_jax.infer.runner.serving_form import weight_shapes
 from swiftkv_jax.model import layers
 from swiftkv_jax.model.boundary import project_fused_kv
 from swiftkv_jax.model.layers import output_and_mlp, project_heads
-from swiftkv_jax.model.quantization import Scheme, scheme_for
+from swiftkv_jax.model.quantization import Scheme, product, scheme_for
 from swiftkv_jax.plan.presets import LLAMA_8B
 from swiftkv_jax.plan.topology import topology_mesh
 from tests.compile.compiled import compile_for
@@ -112,6 +112,24 @@ def test_no_matrix_is_dequantised_in_memory(name, program):
     assert len(multiplied) >= 4 or "__cublas" in text or by_kernels
     if scheme.arithmetic != "widen":  # float8 by float8
         assert all(pair == {"f8e4m3fn"} for pair in multiplied), multiplied
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
+def test_int8_products_of_a_chunk_take_fewer_cycles(topology):
+    """By the compiler's estimates, quantising the activations included."""
+    cycles = []
+    for scheme in (None, Scheme("int8", "native")):
+        gate_up = weight_shapes(CONFIG, True, jnp.bfloat16, scheme).lower[0].gate_up
+        x = jax.ShapeDtypeStruct((1, 2048, CONFIG.embed_dim), jnp.bfloat16)
+
+        def multiply(x, weight):
+            return product("BTD,PFD->BTPF", x, weight)
+
+        compiled, _ = compile_for(topology, multiply, x, gate_up)
+        estimates = re.findall(r'"estimated_cycles":"(\d+)"', str(compiled.as_text()))
+        cycles.append(sum(map(int, estimates)))
+    print(f"{topology}: {cycles[1] / cycles[0]:.2f} of the cycles in bfloat16")
+    assert 0 < cycles[1] <= 0.62 * cycles[0]
 
 
 @pytest.mark.parametrize("triton", [True, False])

@@ -193,6 +193,13 @@ class EngineOptions:
         metavar="N",
         parse=token_count,
     )
+    quantize_activations: bool = option(
+        False,
+        "with int8 weights: multiply int8 by int8, with activations in 8 bits too; for TPU v5e "
+        "and v5p (default: no)",
+    )
+    """Each token's by its own largest magnitude. fp8 weights have no such option: the device
+    decides."""
     speculative: SpeculativeConfig | None = option(
         None,
         "several tokens a step where the answer repeats its prompt, and the same ones; "

@@ -66,6 +66,8 @@ def build_model_runner(
         )
     if swiftkv and served.keeps_own:
         _check_own_kv(model, served)
+    if options.quantize_activations:
+        _check_int8(model)
     dtype = cache_dtype(options.kv_cache_dtype, model.dtype)
     # All arrays are committed to their devices from the start, because a program compiled for
     # uncommitted arrays is a different one.
@@ -84,7 +86,12 @@ def build_model_runner(
     attention = checked_implementation(attention, configs, device, kernel_check)
     kernels = fp8_products and attention in (None, "hopper")
     convert = Conversion(
-        Conversion.shapes_of(model), served, swiftkv, mesh, kernels_of=device if kernels else None
+        Conversion.shapes_of(model),
+        served,
+        swiftkv,
+        mesh,
+        kernels_of=device if kernels else None,
+        quantize_activations=options.quantize_activations,
     )
     weights = convert(model, donate=donate)
     # A caller that donates drops the model, also what was moved to a mesh and not deleted.
@@ -132,6 +139,23 @@ def _check_own_kv(model: Model, served: Config) -> None:
             f"{needs} needs the teacher's upper {needed}, which this model was saved or loaded "
             f"without"
         )
+
+
+def _check_int8(model: Model) -> None:
+    """Raise `UsageError` for a model whose activations an option cannot quantise."""
+    scheme = model.quantization
+    if scheme is None or scheme.format != "int8":
+        stored = "unquantised" if scheme is None else scheme.format
+        raise UsageError(
+            f"`quantize_activations` is for int8 weights, these are {stored}: load with "
+            f"`quantization`=int8; with fp8 activations are quantised where the device has FP8 "
+            f"products",
+            option="quantize_activations",
+        )
+    logger.warning(
+        "`quantize_activations`: activations of some models have outliers that 8 bits with one "
+        "scale per token do not represent; measure this model before you rely on its answers"
+    )
 
 
 def _widens_pool(layout: Layout, shapes: Shapes, dtype: Any, attention: Attention) -> bool:

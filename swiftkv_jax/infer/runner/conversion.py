@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from ...errors import UsageError
 from ...model.config import Config
 from ...model.model import Model, check_model
-from ...model.quantization import with_kernels
+from ...model.quantization import with_kernels, with_scheme
 from .memory import allocating
 from .serving_form import Weights, serve_model
 
@@ -29,6 +29,8 @@ class Conversion:
     mesh: Mesh | None
     kernels_of: Any
     """The `jax.Device` whose kernels multiply quantised matrices; None runs them through XLA."""
+    quantize_activations: bool = False
+    """Whether they multiply activations in 8 bits, whatever the device's default."""
 
     @staticmethod
     def shapes_of(model: Model) -> Model:
@@ -41,7 +43,11 @@ class Conversion:
         """The weights of a model that is on its devices. `donate` as in `Engine.from_model`."""
         with allocating("the copy of the layers in serving form (`donate` keeps them once)"):
             weights = serve_model(model, self.served, self.swiftkv, self.mesh, donate=donate)
-        return weights if self.kernels_of is None else with_kernels(weights, self.kernels_of)
+        if self.kernels_of is not None:
+            weights = with_kernels(weights, self.kernels_of)
+        if self.quantize_activations:
+            weights = with_scheme(weights, arithmetic="native")
+        return weights
 
     def placed(self, model: Model) -> Model:
         """The model on the devices of the first one; arrays that are there are not moved. Raises

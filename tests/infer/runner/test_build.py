@@ -94,6 +94,12 @@ def test_pages_are_not_gathered_on_a_mesh_of_cpus():
     assert programs(served, "fp8", mesh_shape=(2, 2)) == programs(served, "auto", mesh_shape=(2, 2))
 
 
+def test_only_int8_weights_take_quantised_activations():
+    options = EngineOptions(quantize_activations=True, max_model_len=128)
+    with pytest.raises(UsageError, match="is for int8 weights, these are unquantised: load with"):
+        build_model_runner(model("float32", 8), options)
+
+
 @pytest.mark.parametrize(("generated_kv", "warned"), [(None, 0), ("own", 0), ("boundary", 1)])
 def test_serving_a_model_for_own_with_boundary_is_warned_of(generated_kv, warned, caplog):
     found = model("float32", 8)
