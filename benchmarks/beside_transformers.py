@@ -13,7 +13,8 @@ Random float32 weights have the proportions of Llama-3.1-8B and the demo model's
 are written by `save_hf` as a plain Llama and as one with a delta. On a CPU all servers run and
 answer in turns, in an order that rotates; on another device one runs after the other. `swiftkv
 infer bench serve` asks each for streams of 512 prompt and 64 new tokens, then of 2,048 and 32, with
-`--clients` at a time, each of which sends `--rounds` requests. Greedy text of the teacher must be
+`--clients` at a time, each of which sends `--rounds` requests; continuous batching, which takes
+10 GB, is left out for one. Greedy text of the teacher must be
 that of transformers, which shows that weights and arithmetic are the same: exit code 1 if not.
 Times of a single client are those of the model, with HTTP; beside them stand the least that the
 machine could take, by its rates of products and of reading memory. JSON goes to
@@ -122,6 +123,8 @@ def _main(args: argparse.Namespace) -> int:
         tokenizer, student = prepare(args, folder, document)
         length = 5 * max(map(sum, WORKLOADS[args.shapes])) // 4  # text may become more tokens
         servers = commands(args.python, student, str(folder / "plain"), length)
+        if max(args.clients) == 1:
+            servers = [server for server in servers if server.name != BATCHING]
         texts = {}
         for group in [servers] if on_cpu else [[server] for server in servers]:
             with contextlib.ExitStack() as stack:

@@ -14,13 +14,13 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax import UsageError
+from swiftkv_jax.model.layers import output_and_mlp
 from swiftkv_jax.model.mesh import MeshShape, make_mesh
-from swiftkv_jax.model.params import Param, map_params
+from swiftkv_jax.model.params import Param, ServingBlock, map_params
 from swiftkv_jax.model.quantization import (
     CPU_ROWS,
     Arithmetic,
     Quantized,
-    QuantizedRows,
     Scheme,
     as_matrix,
     dequantize,
@@ -30,7 +30,7 @@ from swiftkv_jax.model.quantization import (
     refuse_quantized,
     scheme_for,
     scheme_of,
-    swiglu,
+    with_scheme,
 )
 from swiftkv_jax.model.sharding import llama_shardings, swiftkv_shardings
 from swiftkv_jax.model.stacks import split_layers
@@ -198,20 +198,28 @@ def test_product_by_a_kernel(monkeypatch):
     np.testing.assert_allclose(*(np.float32(out) for out in (found, expected)), rtol=2**-7)
 
 
-def test_rows_by_a_kernel(monkeypatch):
-    """Activations that a kernel quantises are what the product would have quantised."""
+def test_rows_by_kernels(monkeypatch):
+    """A layer whose kernels make and quantise activations is the one whose products do."""
     monkeypatch.setattr(fp8_rows, "FROM_ROWS", 128)
-    gate_up = random((2, 64, 512)).astype(jnp.bfloat16)
-    weight = quantize(random((48, 256)), 1, AUTO)
-    expected = product("BTF,DF->BTD", swiglu(gate_up, weight), weight)
-    kernels = dataclasses.replace(weight, scheme=dataclasses.replace(AUTO, kernels="hopper"))
+    config = dataclasses.replace(tiny_model().config, embed_dim=128, mlp_dim=256)
+    o, gate_up, down = (
+        quantize(random(shape, seed), 1, AUTO)
+        for seed, shape in enumerate([(128, 32), (2, 256, 128), (128, 256)])
+    )
+    block = ServingBlock(jnp.ones(128), o, jnp.ones(128), gate_up, down)
+    x, attended = (random((2, 64, width)).astype(jnp.bfloat16) for width in (128, 32))
+
+    def layer(block):
+        return output_and_mlp(config, block, x, attended[:, :, None])
+
+    expected = layer(block)
     with device_of("hopper"):
-        rows = swiglu(gate_up, kernels)
-    assert isinstance(rows, QuantizedRows) and rows.dtype == jnp.bfloat16
-    found = product("BTF,DF->BTD", rows, weight)
-    assert found.dtype == jnp.bfloat16
-    size = np.abs(np.float32(expected)).max()
-    assert np.abs(np.float32(found) - np.float32(expected)).max() < 0.02 * size
+        by_kernels = with_scheme(block, kernels="hopper")
+        found = layer(by_kernels)
+        program = str(jax.make_jaxpr(layer)(by_kernels))
+    assert all(name in program for name in ("hopper_fp8_sum_norm", "hopper_fp8_swiglu"))
+    error = np.abs(np.float32(found) - np.float32(expected))
+    assert (error <= 0.02 * np.abs(np.float32(expected)).max(axis=-1, keepdims=True)).all()
 
 
 @pytest.mark.parametrize("rows", [(1, 1), (2, 1), (1, 3), (2, CPU_ROWS)])

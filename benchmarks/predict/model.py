@@ -22,6 +22,7 @@ from swiftkv_jax.infer.bench.summary import Variant
 from swiftkv_jax.model.cache import bytes_per_token
 from swiftkv_jax.model.config import Config
 from swiftkv_jax.pallas_kernels import AttentionOperands
+from swiftkv_jax.pallas_kernels.fp8_product import FROM_ROWS
 from swiftkv_jax.pallas_kernels.hopper import decode, prefill
 from swiftkv_jax.pallas_kernels.tuning import tuning_for
 from swiftkv_jax.plan.cost import decode_flops, prefill_flops
@@ -276,8 +277,9 @@ class StepModel:
 
     def _small_bytes(self, tokens: int, tiles: int) -> float:
         """Bytes that a layer's other kernels read and write, in bfloat16: norms and sums, the
-        queries and results that are unpacked into tiles and packed again, the activation. FP8
-        products read what they quantise once more and write it in 8 bits."""
+        queries and results that are unpacked into tiles and packed again, the activation. What FP8
+        products multiply is read once more and written in 8 bits; of large chunks it is, but for
+        attention's results, made and quantised at once (`pallas_kernels.fp8_rows`)."""
         config = self.config
         rows = tiles * self.page_size
         heads = config.num_heads * config.head_dim
@@ -285,8 +287,10 @@ class StepModel:
         packing = 2 * (tokens + rows) * heads
         activation = tokens * 3 * config.mlp_dim
         quantising = 0.0
-        if self.fp8:  # two norms, the results of attention, the activation
-            quantising = tokens * (2 * config.embed_dim + 0.75 * heads + 1.5 * config.mlp_dim)
+        if self.fp8 and tokens >= FROM_ROWS:  # two norms, the results of attention, the activation
+            quantising = tokens * (config.embed_dim + 0.5 * heads - 0.5 * config.mlp_dim)
+        elif self.fp8:
+            quantising = tokens * (4 * config.embed_dim + 0.5 * heads + 1.5 * config.mlp_dim)
         every = norms_and_sums + packing + activation + quantising
         return 2 * every + _KV_PASSES * tokens * self._kv_bytes(1)
 

@@ -120,22 +120,43 @@ def compare_fp8_products(config: KernelConfig, implementation: str, runs: int = 
 
 
 def compare_fp8_rows(config: KernelConfig, implementation: str, runs: int = RUNS) -> Comparison:
-    """The same for rows of the MLP's width that are made and quantised at once, the last of them
-    zeros: the rows that values and scales stand for, within half a step of FP8."""
+    """The same for rows that are made and quantised at once, the last of them zeros: activations of
+    the MLP, the norm of a sum, that sum, and the norm of rows alone. They are what values and
+    scales stand for, within three quarters of a step of FP8."""
     rng = np.random.default_rng(0)
     dtype = jnp.dtype(config.dtype)
-    gate_up = rng.standard_normal((16, 2 * config.mlp_dim), np.float32)
-    gate_up *= np.exp2(np.linspace(-8, 4, 16))[:, None]
-    gate_up[-1] = 0
-    operand = jnp.asarray(gate_up.astype(dtype))
-    gate, up = np.split(np.asarray(operand, np.float64), 2, axis=1)
-    expected = gate / (1 + np.exp(-gate)) * up
 
-    def call(operand):
-        values, scale = fp8_rows.fp8_swiglu(operand, implementation)
-        return [values.astype(jnp.float32) * scale[:, None]]
+    def drawn(width):
+        rows = rng.standard_normal((16, width), np.float32)
+        rows *= np.exp2(np.linspace(-8, 4, 16))[:, None]
+        rows[-1] = 0
+        return rows.astype(dtype)
 
-    step = np.abs(expected).max(axis=1, keepdims=True) / 448 * 2.0**-9
-    tolerated = (2.0**-4 + 2 * TOLERANCE[config.dtype]) * np.abs(expected) + step
-    tolerated += np.finfo(np.float32).tiny  # of the row of zeros
-    return difference((call(operand) for _ in range(runs)), [expected], [tolerated])
+    gate_up, x, added = map(drawn, (2 * config.mlp_dim, config.embed_dim, config.embed_dim))
+    weight = rng.uniform(-0.5, 0.5, config.embed_dim).astype(dtype)
+    gate, up = np.split(np.asarray(gate_up, np.float64), 2, axis=1)
+    total = np.asarray(x + added, np.float64)
+
+    def normed(rows):
+        size = np.sqrt(np.square(rows).mean(axis=1, keepdims=True) + 1e-5)
+        return rows / size * (1 + np.float64(weight))
+
+    made = [gate / (1 + np.exp(-gate)) * up, normed(total), normed(np.asarray(x, np.float64))]
+    options = fp8_rows.NormOptions(1e-5, offset=True, wide=False)
+
+    def call(*operands):
+        gate_up, x, added, weight = operands
+        total, *of_sum = fp8_rows.fp8_norm(x, added, weight, options, implementation)
+        _, *alone = fp8_rows.fp8_norm(x, None, weight, options, implementation)
+        pairs = fp8_rows.fp8_swiglu(gate_up, implementation), of_sum, alone
+        return [values.astype(jnp.float32) * scale[:, None] for values, scale in pairs] + [total]
+
+    operands = [jnp.asarray(one) for one in (gate_up, x, added, weight)]
+    relative = TOLERANCE[config.dtype]
+    tolerated = []
+    for one in made:
+        step = np.abs(one).max(axis=1, keepdims=True) / 448 * 2.0**-9
+        step += np.finfo(np.float32).tiny  # of the row of zeros
+        tolerated.append((0.75 * 2.0**-3 + relative) * np.abs(one) + step)
+    tolerated.append(relative * np.abs(total) + np.finfo(np.float32).tiny)
+    return difference((call(*operands) for _ in range(runs)), [*made, total], tolerated)

@@ -17,15 +17,17 @@ from jaxtyping import Array, Float
 from .attention import DEFAULT, Attention
 from .config import Config
 from .layers import (
-    add_attention,
     add_mapped,
+    attention_output,
     norm,
     norm_heads,
+    norm_of_sum,
     output_and_mlp,
     project_heads,
 )
 from .packed_attention import Attend, Heads
 from .params import QKV, Block, PromptMLP, ServingBlock, ServingQKV, SwiftKV
+from .quantization import QuantizedRows
 from .rope import apply_rope
 
 
@@ -96,7 +98,7 @@ def attention_layer(
     """A `self_layer` with `mlp` in place of its MLP, or nothing: (x, state). See
     `Config.prompt_attention_layers`."""
     attended, state = _attend_to_own(config, block, qkv, x, rope, attend)
-    x = add_attention(config, block, x, attended)
+    x = x + attention_output(config, block, attended)
     return x if mlp is None else add_mapped(config, block, x, mlp), state
 
 
@@ -104,14 +106,19 @@ def _attend_to_own(
     config: Config, block: Block | ServingBlock, qkv: QKV | ServingQKV, x, rope, attend: Attend
 ):
     with jax.named_scope("qkv"):
-        q, k, v = _project_qkv(config, qkv, norm(config, x, block.attn_norm), rope)
+        heads = qkv.heads if isinstance(qkv, ServingQKV) else None
+        _, h = norm_of_sum(config, x, None, block.attn_norm, heads)
+        q, k, v = _project_qkv(config, qkv, h, rope)
     with jax.named_scope("attention"):
         return attend(q, k, v)
 
 
-def _project_qkv(config: Config, qkv: QKV | ServingQKV, h: Float[Array, "B T D"], rope):
+def _project_qkv(
+    config: Config, qkv: QKV | ServingQKV, h: Float[Array, "B T D"] | QuantizedRows, rope
+):
     """Rotated queries and keys, and values, of a layer with its own."""
     if isinstance(qkv, QKV):
+        assert not isinstance(h, QuantizedRows)
         return project_q(config, qkv, h, rope), *kv_projections(config, qkv, h, rope)
     heads = project_heads(h, qkv.heads, qkv.bias)
     if qkv.q is None:

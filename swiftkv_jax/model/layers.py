@@ -20,7 +20,16 @@ from .config import Activation, Config
 from .experts import mixture
 from .mesh import FSDP, MODEL
 from .params import Block, Leaf, PromptMLP, ServingBlock
-from .quantization import Quantized, QuantizedRows, as_matrix, merge_outputs, product, swiglu
+from .quantization import (
+    NormOptions,
+    Quantized,
+    QuantizedRows,
+    as_matrix,
+    merge_outputs,
+    product,
+    quantized_norm,
+    quantized_swiglu,
+)
 
 
 @runtime_checkable
@@ -68,6 +77,24 @@ def norm(
     return rms_norm(x, scale, config.norm_eps, config.norm_offset, config.norm_wide)
 
 
+def norm_of_sum(
+    config: Config,
+    x: Float[Array, "*B D"],
+    added: Float[Array, "*B D"] | None,
+    scale: Float[Array, " D"] | None,
+    weight: Float[Array, "*W"] | Quantized | None,
+) -> tuple[Float[Array, "*B D"], Float[Array, "*B D"] | QuantizedRows]:
+    """(x + added, its `norm` as a product with `weight` takes it); of x where `added` is None."""
+    if scale is not None:
+        options = NormOptions(config.norm_eps, config.norm_offset, config.norm_wide)
+        found = quantized_norm(x, added, scale, options, weight)
+        if found is not None:
+            return found
+    if added is not None:
+        x = x + added
+    return x, norm(config, x, scale)
+
+
 def norm_heads(
     config: Config, x: Float[Array, "B T *J N H"], scale: Float[Array, "*J Nq"] | None
 ) -> Float[Array, "B T *J N H"]:
@@ -85,7 +112,7 @@ def scaled(x: Float[Array, "*B"], factor: float) -> Float[Array, "*B"]:
 
 
 def project_heads(
-    x: Float[Array, "B T D"],
+    x: Float[Array, "B T D"] | QuantizedRows,
     weight: Float[Array, "*N H D"] | Quantized,
     bias: Float[Array, "*N H"] | None,
 ) -> Float[Array, "B T *N H"]:
@@ -114,9 +141,10 @@ def output_and_mlp(
 ) -> Float[Array, "B T D"]:
     """Everything after attention: output projection, residual, gated MLP or mixture of experts,
     residual. Experts run on the mesh of `attention`."""
-    x = add_attention(config, block, x, attended)
+    attended = attention_output(config, block, attended)
     with jax.named_scope("mlp"):
-        h = norm(config, x, block.mlp_norm)
+        gate_up = block.gate_up if isinstance(block, ServingBlock) else None
+        x, h = norm_of_sum(config, x, attended, block.mlp_norm, gate_up)
 
         if block.router is None:
             out = product("BTF,DF->BTD", _activations(config, block, h, attention.mesh), block.down)
@@ -126,19 +154,16 @@ def output_and_mlp(
         return x + scaled(norm(config, out, block.mlp_post), config.residual_scale)
 
 
-def add_attention(
-    config: Config,
-    block: Block | ServingBlock,
-    x: Float[Array, "B T D"],
-    attended: Float[Array, "B T N H"],
+def attention_output(
+    config: Config, block: Block | ServingBlock, attended: Float[Array, "B T N H"]
 ) -> Float[Array, "B T D"]:
-    """Output projection and residual."""
+    """Output projection: what attention adds to the hidden state."""
     with jax.named_scope("attention_output"):
-        heads = attended.reshape(*x.shape[:2], -1)
+        heads = attended.reshape(*attended.shape[:2], -1)
         # M = N H
         out = product("BTM,DM->BTD", heads, as_matrix(block.o))
         out = out if block.o_bias is None else out + block.o_bias
-        return x + scaled(norm(config, out, block.attn_post), config.residual_scale)
+        return scaled(norm(config, out, block.attn_post), config.residual_scale)
 
 
 def add_mapped(
@@ -165,7 +190,10 @@ def run_neurons(
 
 
 def _activations(
-    config: Config, block: Block | ServingBlock, h: Float[Array, "B T D"], mesh: Mesh | None
+    config: Config,
+    block: Block | ServingBlock,
+    h: Float[Array, "B T D"] | QuantizedRows,
+    mesh: Mesh | None,
 ) -> Float[Array, "B T F"] | QuantizedRows:
     """Those of the MLP's neurons, as the product with `down` takes them."""
     if isinstance(block, Block):
@@ -173,7 +201,9 @@ def _activations(
     elif mesh is None or mesh.shape[MODEL] == mesh.shape.get(FSDP, 1) == 1:
         gate_up = product("BTD,MD->BTM", h, merge_outputs(block.gate_up))
         if config.activation == "silu":
-            return swiglu(gate_up, block.down)
+            rows = quantized_swiglu(gate_up, block.down)
+            if rows is not None:
+                return rows
         gate, up = jnp.split(gate_up, 2, -1)
     else:  # merged axes could not stay split
         both = product("BTD,PFD->BTPF", h, block.gate_up)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -21,7 +22,7 @@ from ..errors import UsageError
 from ..pallas_kernels.device import Device, current_device
 from ..pallas_kernels.eight_bits import to_eight_bits
 from ..pallas_kernels.fp8_product import choose_fp8_product, fp8_product
-from ..pallas_kernels.fp8_rows import choose_fp8_rows, fp8_swiglu
+from ..pallas_kernels.fp8_rows import NormOptions, choose_fp8_rows, fp8_norm, fp8_swiglu
 from .params import Llama, Param, SwiftKV, map_params
 
 Format = Literal["fp8", "int8"]
@@ -120,6 +121,10 @@ class QuantizedRows:
     """Dtype of that array."""
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
     def size(self) -> int:
         return self.values.size
 
@@ -205,21 +210,45 @@ def product(
     return (_multiply(of_x, of_weight, out, x_values, weight.values, sums) * scale).astype(dtype)
 
 
-def swiglu(
-    gate_up: Float[Array, "*B 2F"], weight: Float[Array, "D F"] | Quantized
-) -> Float[Array, "*B F"] | QuantizedRows:
-    """SiLU(gate) up of rows that have both side by side, as a product with `weight` takes it:
-    quantised at once where a kernel does both."""
-    width = gate_up.shape[-1] // 2
-    if isinstance(weight, Quantized) and weight.scheme.arithmetic != "widen":
-        rows = gate_up.reshape(-1, 2 * width)
-        choice = choose_fp8_rows(weight.scheme.kernels, len(rows), width, gate_up.dtype)
-        if choice.implementation != "xla":
-            values, scale = fp8_swiglu(rows, choice.implementation)
-            shape = gate_up.shape[:-1]
-            return QuantizedRows(values.reshape(*shape, width), scale.reshape(shape), gate_up.dtype)
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    return jax.nn.silu(gate) * up
+def quantized_swiglu(
+    gate_up: Float[Array, "*B M"], weight: Array | Quantized
+) -> QuantizedRows | None:
+    """SiLU(gate) up of rows that have both side by side, for a product with `weight`; None where no
+    kernel makes and quantises them at once."""
+    *rows, width = gate_up.shape
+    implementation = _rows_kernel(rows, width // 2, gate_up.dtype, weight)
+    if implementation is None:
+        return None
+    values, scale = fp8_swiglu(gate_up.reshape(-1, width), implementation)
+    return QuantizedRows(values.reshape(*rows, width // 2), scale.reshape(rows), gate_up.dtype)
+
+
+def quantized_norm(
+    x: Float[Array, "*B D"],
+    added: Float[Array, "*B D"] | None,
+    scale: Float[Array, " D"],
+    options: NormOptions,
+    weight: Array | Quantized | None,
+) -> tuple[Float[Array, "*B D"], QuantizedRows] | None:
+    """(x + added, its norm for a product with `weight`), of x alone where `added` is None; None
+    where no kernel makes and quantises the norm at once."""
+    *rows, width = x.shape
+    implementation = _rows_kernel(rows, width, x.dtype, weight)
+    if implementation is None:
+        return None
+    flat = None if added is None else added.reshape(-1, width)
+    total, values, of_rows = fp8_norm(x.reshape(-1, width), flat, scale, options, implementation)
+    if total is not None:
+        x = total.reshape(x.shape)
+    return x, QuantizedRows(values.reshape(x.shape), of_rows.reshape(rows), x.dtype)
+
+
+def _rows_kernel(rows: Sequence[int], width: int, dtype: Any, weight: Any) -> str | None:
+    """The implementation with a kernel for rows that products with `weight` take in 8 bits."""
+    if not isinstance(weight, Quantized) or weight.scheme.arithmetic == "widen":
+        return None
+    choice = choose_fp8_rows(weight.scheme.kernels, math.prod(rows), width, dtype)
+    return None if choice.implementation == "xla" else choice.implementation
 
 
 def _multiply(of_x: str, of_weight: str, out: str, x: Array, weight: Array, dtype: Any) -> Array:

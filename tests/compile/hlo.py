@@ -48,10 +48,10 @@ def kernels(text: str) -> list[Kernel]:
 
 _ARRAY = re.compile(r"\b(pred|bf16|[fsu]\d+\w*)\[([\d,]*)\]")
 _DEFINED = re.compile(
-    r"^\s*(?:ROOT )?%?([\w.\-]+) = (\((?:[^()]|\([^()]*\))*\)|\S+) ([\w\-]+)\(([^)]*)\)(.*)$",
+    r"^\s*(ROOT )?%?([\w.\-]+) = (\((?:[^()]|\([^()]*\))*\)|\S+) ([\w\-]+)\(([^)]*)\)(.*)$",
     re.MULTILINE,
 )
-_PRODUCT = re.compile(r"__triton_gemm|__cublas|calls=%\S*gemm")
+_PARTS = {"slice", "dynamic-slice", "gather"}
 
 
 class Pass(NamedTuple):
@@ -60,24 +60,59 @@ class Pass(NamedTuple):
     """Read and written."""
 
 
-def passes(text: str, kernel: str, largest: int) -> list[Pass]:
-    """What optimised HLO for a GPU does to whole arrays between products and attention: its
-    fusions, and custom calls whose metadata have `kernel`. Arrays of more than `largest` bytes, of
-    which only rows are touched, do not count."""
+def passes(text: str, kernel: str, pool: int) -> list[Pass]:
+    """What optimised HLO for a GPU does to whole arrays between products and attention: its fusions
+    without a custom call, and custom calls whose metadata have `kernel`.
+
+    Of an operand that is only sliced or gathered from, those parts count. Arrays of `pool` bytes or
+    more are updated in place: what is read from them counts, and as much is written as other
+    operands have.
+    """
     if not (entry := _ENTRY.search(text)):
         raise ValueError("no ENTRY computation: not an HLO module")
-    sizes: dict[str, list[int]] = {}
+    sizes: dict[str, int] = {}
     found = []
-    for name, shape, op, operands, rest in (
-        match.groups() for match in _DEFINED.finditer(entry[1])
-    ):
-        sizes[name] = [_bytes(*array) for array in _ARRAY.findall(shape)]
-        counted = kernel in rest if op == "custom-call" else op not in _FREE
-        if counted and not _PRODUCT.search(rest):
-            read = {operand for operand in re.findall(r"%([\w.\-]+)", operands)}
-            moved = [*sizes[name], *(size for one in read for size in sizes.get(one, []))]
-            found.append(Pass(name, sum(size for size in moved if size <= largest)))
+    for _, name, shape, op, operands, rest in _DEFINED.findall(entry[1]):
+        written = [_bytes(*array) for array in _ARRAY.findall(shape)]
+        sizes[name] = sum(written)
+        names = re.findall(r"%([\w.\-]+)", operands)
+        read = [sizes.get(one, 0) for one in names]
+        if op == "fusion":
+            body = _body(text, rest)
+            if "custom-call(" in body:
+                continue
+            read = [_read(body, at, size) for at, size in enumerate(read)]
+        elif op in _FREE or (op == "custom-call" and kernel not in rest):
+            continue
+        read = [size for size in read if size < pool]
+        written = [min(size, sum(read)) if size >= pool else size for size in written]
+        found.append(Pass(name, sum(read) + sum(written)))
     return found
+
+
+def _body(text: str, rest: str) -> str:
+    """The computation that an instruction calls."""
+    called = re.findall(r"calls=%([\w.\-]+)", rest)[0]
+    start = text.index(f"\n%{called} (")
+    return text[start : text.index("\n}", start)]
+
+
+def _read(body: str, at: int, size: int) -> int:
+    """Bytes that a fused computation reads of its operand number `at`."""
+    lines = _DEFINED.findall(body)
+    same = {name for _, name, _, op, number, _ in lines if op == "parameter" and number == str(at)}
+    parts = 0
+    for _, name, shape, op, operands, _ in lines:
+        names = re.findall(r"%([\w.\-]+)", operands)
+        if not same & set(names):
+            continue
+        if op == "bitcast":
+            same.add(name)
+        elif op in _PARTS and names[0] in same:
+            parts += sum(_bytes(*array) for array in _ARRAY.findall(shape))
+        else:
+            return size
+    return min(size, parts)
 
 
 def _bytes(dtype: str, dimensions: str) -> int:

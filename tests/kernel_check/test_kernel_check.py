@@ -365,8 +365,8 @@ def test_the_command_checks_what_a_model_needs(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(configurations, "choose_for", lambda *_: Choice("hopper"))
     monkeypatch.setattr(running, "check_in_children", check)
     assert check_kernels.main(["-m", str(tmp_path / "model")], stand_in("-", tmp_path)) == 0
-    assert {one.head_dim for one in seen} == {8, 0} and len(seen) == 9
-    assert "of 9: 9 right, 0 not for this device, 0 cannot" in capsys.readouterr().out
+    assert {one.head_dim for one in seen} == {8, 0} and len(seen) == 10
+    assert "of 10: 10 right, 0 not for this device, 0 cannot" in capsys.readouterr().out
 
 
 # Devices without kernels, or that do without ----------------------------------------
