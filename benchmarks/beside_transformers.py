@@ -113,7 +113,7 @@ def _main(args: argparse.Namespace) -> int:
     if args.model is None and not on_cpu:
         raise UsageError("random weights are for a CPU: set JAX_PLATFORMS=cpu, or give --model")
     document, path = report.begin(args, "beside_transformers", seed, facts=facts)
-    document |= {"load": os.getloadavg(), "speed": []}
+    document |= {"load": os.getloadavg(), "cores": len(os.sched_getaffinity(0)), "speed": []}
     if args.model is None:
         document["floors"] = alone(floors, args.shapes)
     if args.python is not None:
@@ -229,7 +229,7 @@ def floors(shapes: str) -> dict[str, Any]:
 
 def read_bandwidth(size: int) -> float:
     """Bytes a second at which all cores together read `size` bytes of memory, the best of ten."""
-    cores = os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     parts = np.array_split(np.ones(size // 4, np.float32), cores)
     best = float("inf")
     with concurrent.futures.ThreadPoolExecutor(cores) as pool:

@@ -149,7 +149,10 @@ def output_and_mlp(
         if block.router is None:
             out = product("BTF,DF->BTD", _activations(config, block, h, attention.mesh), block.down)
         else:
-            activate = functools.partial(_gated, activation=config.activation)
+
+            def activate(gate, up):
+                return _gated(gate, up, config.activation)
+
             out = mixture(config, block, h, activate, attention)
         return x + scaled(norm(config, out, block.mlp_post), config.residual_scale)
 
