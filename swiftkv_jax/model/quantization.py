@@ -124,10 +124,6 @@ class QuantizedRows:
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
 
-    @property
-    def size(self) -> int:
-        return self.values.size
-
 
 def is_quantized(leaf: Any) -> bool:
     """For `is_leaf` of `jax.tree.map` and `params.map_params`."""
@@ -167,6 +163,9 @@ def product(
     """
     inputs, _, out = spec.partition("->")
     of_x, of_weight = inputs.split(",")
+    if isinstance(x, QuantizedRows):
+        assert isinstance(weight, Quantized), "rows are quantised for a quantised matrix"
+        return _eight_bit_product(of_x, of_weight, out, x, weight, dtype)
     on_cpu = current_device().platform == "cpu"
     multiply = _multiply_on_cpu if on_cpu else _multiply
     if not isinstance(weight, Quantized):
@@ -178,36 +177,45 @@ def product(
     reads_row = arithmetic == "auto" or (arithmetic == "widen" and on_cpu)
     if reads_row and x.size == num_inputs:
         return _spread(_row_product(x, weight), outputs, out).astype(dtype)
-    scale = _spread(weight.scale, outputs, out)
-    # Without their scale sums may exceed float16. bfloat16 holds them, and is half of what devices
-    # exchange.
-    sums = jnp.promote_types(x.dtype, jnp.bfloat16)
     if arithmetic == "widen":
+        scale = _spread(weight.scale, outputs, out)
         values = weight.values.astype(x.dtype)
-        return (multiply(of_x, of_weight, out, x, values, sums) * scale).astype(dtype)
+        sums = multiply(of_x, of_weight, out, x, values, _sums_of(x.dtype))
+        return (sums * scale).astype(dtype)
     summed = tuple(axis for axis, letter in enumerate(of_x) if letter not in out)
+    rows = QuantizedRows(*to_eight_bits(x, summed, weight.scheme.dtype), x.dtype)
+    return _eight_bit_product(of_x, of_weight, out, rows, weight, dtype)
+
+
+def _eight_bit_product(
+    of_x: str, of_weight: str, out: str, x: QuantizedRows, weight: Quantized, dtype: Any
+) -> Array:
+    dtype = x.dtype if dtype is None else dtype
     rows = "".join(letter for letter in of_x if letter in out)
-    if isinstance(x, QuantizedRows):
-        x_values, x_scale = x.values, x.scale
-    else:
-        x_values, x_scale = to_eight_bits(x, summed, weight.scheme.dtype)
-    sizes = x_scale.size, num_inputs, weight.scale.size
+    outputs = of_weight[: weight.scale.ndim]
+    num_inputs = math.prod(weight.values.shape[len(outputs) :])
+    sizes = x.scale.size, num_inputs, weight.scale.size
     choice = choose_fp8_product(weight.scheme.kernels, *sizes, x.dtype)
     if choice.implementation != "xla":
         found = fp8_product(
-            x_values.reshape(-1, num_inputs),
+            x.values.reshape(-1, num_inputs),
             weight.values.reshape(-1, num_inputs),
-            x_scale.ravel(),
+            x.scale.ravel(),
             weight.scale.ravel(),
             dtype,
             choice.implementation,
         )
-        found = found.reshape(*x_scale.shape, *weight.scale.shape)
+        found = found.reshape(*x.scale.shape, *weight.scale.shape)
         return jnp.einsum(f"{rows}{outputs}->{out}", found)
-    scale = scale * _spread(x_scale, rows, out)
-    if weight.scheme.format == "int8":
-        sums = jnp.dtype(jnp.int32)
-    return (_multiply(of_x, of_weight, out, x_values, weight.values, sums) * scale).astype(dtype)
+    scale = _spread(weight.scale, outputs, out) * _spread(x.scale, rows, out)
+    sums = jnp.dtype(jnp.int32) if weight.scheme.format == "int8" else _sums_of(x.dtype)
+    return (_multiply(of_x, of_weight, out, x.values, weight.values, sums) * scale).astype(dtype)
+
+
+def _sums_of(dtype: Any) -> jnp.dtype:
+    """The dtype of sums without their scale, which may exceed float16. bfloat16 holds them, and is
+    half of what devices exchange."""
+    return jnp.promote_types(dtype, jnp.bfloat16)
 
 
 def quantized_swiglu(

@@ -70,11 +70,12 @@ def fp8_norm(
     `added` (None, and those of x). Options are those of `model.layers.rms_norm`."""
     width = x.shape[1]
 
-    def make(row, x_gmem, weight_gmem, added_gmem=None, sum_gmem=None):
+    def make(row, x_gmem, weight_gmem, *sum_refs):
         rows = []
         for part in _parts(width):
             one = _load(x_gmem.at[row, part])
-            if added_gmem is not None:
+            if sum_refs:
+                added_gmem, sum_gmem = sum_refs
                 one = (one + _load(added_gmem.at[row, part])).astype(x.dtype)
                 store_plain(sum_gmem.at[row, part], one)
                 one = one.astype(jnp.float32)
