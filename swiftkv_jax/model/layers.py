@@ -153,6 +153,7 @@ def output_and_mlp(
             def activate(gate, up):
                 return _gated(gate, up, config.activation)
 
+            assert not isinstance(h, QuantizedRows)
             out = mixture(config, block, h, activate, attention)
         return x + scaled(norm(config, out, block.mlp_post), config.residual_scale)
 
