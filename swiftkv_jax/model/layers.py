@@ -199,7 +199,7 @@ def _activations(
     h: Float[Array, "B T D"] | QuantizedRows,
     mesh: Mesh | None,
 ) -> Float[Array, "B T F"] | QuantizedRows:
-    """Those of the MLP's neurons, as the product with `down` takes them."""
+    """Activations of the MLP's neurons, as the product with `down` takes them."""
     if isinstance(block, Block):
         gate, up = product("BTD,FD->BTF", h, block.gate), product("BTD,FD->BTF", h, block.up)
     elif mesh is None or mesh.shape[MODEL] == mesh.shape.get(FSDP, 1) == 1:
