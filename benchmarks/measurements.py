@@ -119,14 +119,12 @@ def beside_transformers() -> str:
         f"for further ones, SwiftKV {ratios['swiftkv']['ttft']:.2f} and "
         f"{ratios['swiftkv']['tpot']:.2f}.",
         f"As servers, later ({streams['date'][:10]}), `python -m benchmarks.beside_transformers "
-        f"--clients 1`: one client of each in turn on {streams['cores']} of "
-        f"{streams['host']['cores']} cores, which {streams['load'][0]:.0f} other programs shared, "
-        "so times compare with each other only; the best of "
+        f"--clients 1`: one client of each in turn on {streams['cores']} cores, the best of "
         f"{len(streams['speed'][0]['rounds'])} rounds, answers of 64 and of 32 tokens. The teacher "
         f"and transformers write {same}. A floor is what the machine allowed at the rates measured "
         f"before the rounds: {floors['flops_per_s'] / 1e9:.0f} GFLOP/s of float32 products for "
         f"the prompt, {floors['bytes_per_s'] / 1e9:.1f} GB/s of reading memory for each pass over "
-        "the weights.",
+        "the weights; rates vary, so a time may be below it.",
         table(("server", *columns), _streams(streams)),
         "With 16 clients on both cores, before that, a request each of 512 tokens and an answer of "
         "64, and with 2,048 and 32:",
