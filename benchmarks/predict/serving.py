@@ -32,6 +32,7 @@ from swiftkv_jax.infer.runner.prefill_chunk import chunk_needs
 from swiftkv_jax.infer.runner.serving_form import num_bytes, served_config, weight_shapes
 from swiftkv_jax.model.cache import cache_dtype
 from swiftkv_jax.model.config import Config
+from swiftkv_jax.model.model import Model
 from swiftkv_jax.model.quantization import Scheme, scheme_for
 from swiftkv_jax.plan.presets import LLAMA_8B
 from swiftkv_jax.plan.roofline import Roofline
@@ -100,6 +101,9 @@ class PredictedRunner:
 
     def num_compilations(self) -> int:
         return 0
+
+    def update_weights(self, model: Model, *, donate: bool) -> None:
+        raise NotImplementedError("a prediction has no weights")
 
     def remove_sequences(self, slots: Sequence[int]) -> None:
         for slot in slots:
