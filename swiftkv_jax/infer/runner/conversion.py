@@ -19,7 +19,7 @@ from .serving_form import Weights, serve_model
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """How one engine converts its models."""
+    """Conversion of the models of one engine."""
 
     shapes: Model
     """The model that it was made from, as `ShapeDtypeStruct`s with shardings."""
@@ -30,7 +30,7 @@ class Conversion:
     kernels_of: Any
     """The `jax.Device` whose kernels multiply quantised matrices; None runs them through XLA."""
     quantize_activations: bool = False
-    """Whether they multiply activations in 8 bits, whatever the device's default."""
+    """True if matrices multiply activations in 8 bits, whatever the device's default."""
 
     @staticmethod
     def shapes_of(model: Model) -> Model:

@@ -78,18 +78,20 @@ def draft(history: Int[Array, "B N"], batch: DecodeBatch, drafting: Drafting) ->
     padded = jnp.pad(history, ((0, 0), (drafting.longest, 0)), constant_values=-1)
 
     def equal(back: int) -> Bool[Array, "B N"]:
-        """Whether the token `back` places before each is the one as many before the end."""
+        """Compare the token `back` places before each with the one as many before the end."""
         # -2 before the first token: it is equal to no token, and not to the padding.
         last = jnp.take_along_axis(history, jnp.maximum(end - back, 0), axis=1)
         last = jnp.where(end - back >= 0, last, -2)
         start = drafting.longest - back
         return padded[:, start : start + size] == last
 
+    compared = [equal(back) for back in range(drafting.longest + 1)]
+
     def longest_match(first: int) -> tuple[Int[Array, "B 1"], Int[Array, "B 1"]]:
         """(tokens of the longest match without the last `first` ones, its place)."""
         matches, length = place < end, jnp.zeros(history.shape, jnp.int32)
-        for back in range(first, drafting.longest + first):
-            matches &= equal(back)
+        for same in compared[first : first + drafting.longest]:
+            matches &= same
             length += matches
         best = jnp.max(length * size + place, axis=1, keepdims=True)
         return best // size, best % size
