@@ -11,7 +11,7 @@ python -m benchmarks.NAME, where NAME is
     distill_real         trains such students by a plan, and measures them as `real` does
     predict              what `serve` measures, by the engine's schedule on a modelled device
     short_run            measures nothing: runs a plan of such commands within a total time
-    measurements         writes `docs/measurements.md` from the results
+    measurements         keeps `docs/measurements.md` up to date with the results
 
 `medium/` is a Llama of 16 layers and the proportions of Llama-3.1-8B, for `infer bench --config` on
 a CPU. With `--shapes smoke` benchmarks run on a CPU too, as a test, and write JSON only to

@@ -11,26 +11,14 @@ ON_H100 = "nvidia-h100-80gb-hbm3"
 """How the names of files with results of an H100 go on after the benchmark's name."""
 
 
-def newest_path(name: str) -> Path:
-    """The newest of the files `NAME-TIME.json`. Raises `FileNotFoundError`."""
-    pattern = f"{name}-2*.json"
-    if not (found := sorted(RESULTS.glob(pattern))):
-        raise FileNotFoundError(f"{RESULTS} has no {pattern}")
-    return found[-1]
-
-
 def newest(name: str) -> dict[str, Any]:
-    return _read(newest_path(name))
+    """The newest of the files `NAME-TIME.json`. Raises `IndexError` where there is none."""
+    return all_of(name)[-1]
 
 
 def all_of(name: str) -> list[dict[str, Any]]:
     """Every file `NAME-TIME.json`, oldest first: each has some of the rows."""
     return [_read(path) for path in sorted(RESULTS.glob(f"{name}-2*.json"))]
-
-
-def quality_documents() -> list[dict[str, Any]]:
-    """The results of the demo model's students and of those of the teachers t1 and t2."""
-    return [_read(path) for path in sorted(RESULTS.glob("quality-*.json"))]
 
 
 def real_documents() -> list[dict[str, Any]]:

@@ -298,12 +298,16 @@ def test_the_page_of_measurements_is_up_to_date(capsys):
 
 
 def test_a_page_out_of_date_is_noticed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(measurements, "PAGE", tmp_path / "measurements.md")
-    monkeypatch.setattr(measurements, "page", lambda: "# Measurements\n")
+    right = text_of(measurements.PAGE)
+    page = tmp_path / "measurements.md"
+    page.write_text(right.replace("swiftkv, floor |", "swiftkv, floor | 1.00 s |"))
+    monkeypatch.setattr(measurements, "PAGE", page)
     assert measurements.main(["--check"]) == 1
     assert "measurements.md is out of date" in capsys.readouterr().err
-    assert measurements.main([]) == 0
-    assert measurements.main(["--check"]) == 0
+    assert measurements.main([]) == 0 and page.read_text() == right
+    page.write_text(right.replace("## Students of real models", "## Students"))
+    with pytest.raises(ValueError, match="lacks the section '## Students of real models'"):
+        measurements.main(["--check"])
 
 
 def test_the_page_of_measurements_is_short():

@@ -5,13 +5,16 @@ import re
 from dataclasses import fields
 
 import jax.numpy as jnp
+import pytest
 
-from benchmarks import measurements, recorded
 from benchmarks.on_gpu import part_rows
 from benchmarks.real.cells import Program
 from benchmarks.result_files import ON_H100, all_of, real_documents
-from swiftkv_jax.model.cache import bytes_per_token
+from swiftkv_jax.model.cache import answer_bytes_per_token, bytes_per_token
+from swiftkv_jax.model.cut import choose_generated_kv
+from swiftkv_jax.plan import cost
 from swiftkv_jax.plan.presets import PRESETS
+from swiftkv_jax.plan.tables import decode_bytes
 from swiftkv_jax.train.loss.quality import MAX_FAR_LOSS
 from tests.compile import test_bundles
 from tests.test_docs import README, ROOT, text_of
@@ -19,8 +22,7 @@ from tests.test_docs import README, ROOT, text_of
 
 def test_figures_of_the_readme_are_the_measured_ones():
     readme = text_of(README)
-    asserted = dict((what, how) for what, how, _ in recorded.ASSERTED)
-    assert "0.535 of the teacher's" in asserted.values()
+    assert "0.535 of the teacher's" in text_of(ROOT / "docs/measurements.md")
     assert "0.535 of the teacher's" in readme
     rows = part_rows(all_of(f"serve-{ON_H100}"), "prefill")
     student = next(row for row in rows if row["cell"]["input_len"] == 8192)
@@ -40,6 +42,7 @@ def test_figures_of_the_readme_are_the_measured_ones():
         if "speed_up" in row
     ]
     assert f"measured on one H100 ({min(shares):.2f} to {max(shares):.2f} of it)" in readme
+    assert f"more than {MAX_FAR_LOSS} nats there" in " ".join(readme.split())
     config = PRESETS["llama-3.1-8b"]
     whole, two, four = (
         bytes_per_token(config.cut(16, group), jnp.bfloat16) // 1024 for group in (1, 2, 4)
@@ -114,17 +117,51 @@ def test_students_of_a_real_model_in_the_readme_are_the_measured_ones():
     assert f"{tasks['identifiers']['teacher']:.0%}" == "30%"
 
 
-def test_figures_of_the_pages_are_the_measured_ones():
-    loss = measurements.loss_figures()
-    training = " ".join(text_of(ROOT / "docs" / "training.md").split())
-    fused, naive = f"{loss['forward, fused']:.2f}", f"{loss['forward, naive']:.1f}"
-    assert f"{fused} GiB instead of {naive} for" in training
+def test_cycles_on_the_page_of_kernels_are_the_counted_ones():
     kernels = text_of(ROOT / "docs" / "kernels-internals.md")
-    assert f"most {measurements.kv_projection_figure()} of a prefill chunk's time" in kernels
     for (chip, cache_format), (positions, *bundles) in test_bundles.DECODE.items():
         cycles = round(test_bundles.copy_cycles(chip, cache_format, positions))
         cells = chip, cache_format, positions, *bundles, f"{cycles:,}"
         assert f"| {' | '.join(map(str, cells))} |" in kernels
+
+
+SERVED = (  # layers below the cut, of a group, how answers are served, exact tail
+    (16, 1, "boundary", 0),
+    (16, 1, "own", 0),
+    (16, 1, "own", 64),
+    (16, 4, "boundary", 0),
+    (16, 4, "own", 64),
+    (12, 1, "own", 64),
+    (12, 4, "own", 64),
+)
+
+
+@pytest.mark.parametrize(("lower", "group", "mode", "tail"), SERVED)
+def test_the_cost_of_generated_keys_and_values(lower, group, mode, tail):
+    """The table is counted by the formulas of plans."""
+    text = text_of(ROOT / "docs/generated-kv.md")
+    config = choose_generated_kv(PRESETS["llama-3.1-8b"].cut(lower, group), mode, tail)
+    bfloat16 = jnp.dtype(jnp.bfloat16)
+    student, teacher = (
+        (
+            cost.prefill_flops(config, 8192, swiftkv=swiftkv),
+            cost.decode_flops(config, 8192, swiftkv=swiftkv),
+            decode_bytes(config, bfloat16, 8192, swiftkv=swiftkv),
+        )
+        for swiftkv in (True, False)
+    )
+    shares = (f"{one / other:.3f}" for one, other in zip(student, teacher, strict=True))
+    sizes = (
+        f"{bytes_of(config, bfloat16, swiftkv=True) / 1024:.0f} KiB"
+        for bytes_of in (bytes_per_token, answer_bytes_per_token)
+    )
+    cells = lower, group, f"`{mode}`", tail, *shares, *sizes
+    assert f"| {' | '.join(map(str, cells))} |" in text
+    if (lower, group, mode) == (16, 1, "own"):
+        flops = (cost.prefill_flops(config, 1024, swiftkv=swiftkv) for swiftkv in (True, False))
+        ours, whole = flops
+        shown = {64: "pays more for it: {:.3f} instead", 0: "instead of {:.3f} of"}[tail]
+        assert shown.format(ours / whole) in " ".join(text.split())
 
 
 def test_the_recorded_demo_of_a_real_model_holds_its_bars():
