@@ -5,7 +5,6 @@ import json
 import pytest
 
 from benchmarks import report, serve, timing
-from swiftkv_jax.errors import UsageError
 from tests.compile import hlo
 
 
@@ -49,13 +48,6 @@ def test_a_time_below_the_noise_is_that_of_the_long_runs():
     assert found.seconds == pytest.approx(0.01 / 3) and not found.linear
 
 
-def test_written_at_once(tmp_path):
-    report.write_json(path := tmp_path / "x.json", {"a": 1})
-    with pytest.raises(TypeError):
-        report.write_json(path, {"a": object()})
-    assert json.loads(path.read_text()) == {"a": 1} and list(tmp_path.iterdir()) == [path]
-
-
 def test_names_of_results_say_what_never_ran():
     path = report.default_path("loss", "NVIDIA H200", "2026-11-21T09:30:00+00:00")
     assert path.name == "loss-nvidia-h200-20261121-093000.json"
@@ -68,14 +60,6 @@ def test_names_of_results_say_what_never_ran():
         assert path.name.startswith("predicted-for-") == ("predicted_for" in document), path
 
 
-def test_parts_of_serving_by_name():
-    assert list(serve.select(serve.FULL, "^prefill$")) == ["prefill"]
-    assert serve.select(serve.FULL, None) == serve.FULL
-    for pattern, message in {"fly": "no such part; parts: prefill", "(": "not a regular"}.items():
-        with pytest.raises(UsageError, match=message):
-            serve.select(serve.FULL, pattern)
-
-
 def test_a_part_of_serving_that_fails_says_why(tmp_path, monkeypatch, capfd):
     flags = ["prefill", "--model", str(tmp_path / "none"), "--input-len", "16"]
     status, document = serve._run("prefill", flags, tmp_path / "part.json", 60.0)
@@ -85,7 +69,7 @@ def test_a_part_of_serving_that_fails_says_why(tmp_path, monkeypatch, capfd):
     assert status == "failed: not done 0 s after it began"
 
 
-def test_parts_are_kept_when_a_later_one_does_not_end(tmp_path, monkeypatch):
+def test_parts_are_kept_when_a_later_one_does_not_end(tmp_path, monkeypatch, capsys):
     path = tmp_path / "serve.json"
     device = {"kind": "cpu"}
     facts = {"date": "2026-01-01T00:00:00", "device": device, "versions": {}, "commit": None}
@@ -103,6 +87,8 @@ def test_parts_are_kept_when_a_later_one_does_not_end(tmp_path, monkeypatch):
     monkeypatch.setattr(serve, "_run", run)
     assert serve.main(["--shapes", "smoke", "--output", str(path)]) == 130
     assert serve.main(["--shapes", "smoke", "--output", str(tmp_path)]) == 2
+    assert serve.main(["--shapes", "smoke", "--only", "fly"]) == 2
+    assert "no such part; parts: prefill" in capsys.readouterr().err
 
 
 # Compiled programs ------------------------------------------------------------

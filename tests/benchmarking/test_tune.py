@@ -15,20 +15,12 @@ from tests.in_process import InProcess
 from tests.pallas_kernels.interpreted import H100
 
 
-def test_tune_without_a_device(capsys):
+def test_tune_without_a_device(monkeypatch, capsys):
+    monkeypatch.setattr(tune, "Worker", InProcess)
     assert tune.main(["--shapes", "smoke", "--dry-run"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == [job.name for job in tune.jobs("cpu", None)]
     assert "Nothing can be timed" in last and " 0 of " not in "".join(lines)
-
-
-def test_tune_fails_where_nothing_runs(monkeypatch):
-    monkeypatch.setattr(tune, "Worker", InProcess)
-    monkeypatch.setattr(tune, "current_device", lambda: ("gpu", "NVIDIA H200"))
-    monkeypatch.setattr(
-        tune, "tune", lambda *_, **__: {"tried": [{"reason": "broken"}], "best": None, "basis": ""}
-    )
-    assert tune.main(["--shapes", "smoke", "--dry-run"]) == 1
 
 
 def test_sweeps(monkeypatch):
@@ -68,13 +60,8 @@ def test_every_candidate_is_traced_anew(job):
 
 
 def test_the_table(tmp_path):
-    entry = {
-        "kernel": "hopper.decode",
-        "head_dim": 64,
-        "dtype": "int8",
-        "tuning": {},
-        "basis": "draft",
-    }
+    entry = {"kernel": "hopper.decode", "head_dim": 64, "dtype": "int8", "tuning": {}}
+    entry |= {"basis": "draft"}
     old = [entry | {"device": device} for device in ("any", "X")]
     new = old[1] | {"tuning": {"block_kv": 64, "stages": 3}, "basis": "measured"}
     table = tune.with_entry(old, new)
@@ -85,31 +72,6 @@ def test_the_table(tmp_path):
     )  # a new entry changes one line
     (path := tmp_path / "table.json").write_text(text)
     assert list(tuning.read_table(path)) == table
-
-
-def test_what_tune_writes_goes_before_any(monkeypatch):
-    job, kinds = tune.Job("hopper.prefill.packed", 128, "bfloat16"), ["X", "X", "Y"]
-    usual = {
-        "kernel": job.kernel,
-        "device": "any",
-        "head_dim": "any",
-        "dtype": "any",
-        "tuning": {},
-        "basis": "draft",
-    }
-    entry = usual | {
-        "device": "X",
-        "head_dim": 128,
-        "dtype": "bfloat16",
-        "tuning": {"block_kv": 64},
-    }
-    monkeypatch.setattr(tuning, "read_table", lambda: tune.with_entry([usual], entry))
-    monkeypatch.setattr(tuning, "current_device", lambda: ("gpu", kinds.pop(0)))
-    taken = [
-        tuning.tuning_for(job.tuning_class, job.kernel, head_dim, job.dtype).block_kv
-        for head_dim in (128, 64, 128)
-    ]
-    assert taken == [64, 128, 128]
 
 
 def test_a_candidate_that_hangs_loses_no_other(monkeypatch):
@@ -135,13 +97,8 @@ def test_a_candidate_that_hangs_loses_no_other(monkeypatch):
         for one in result["tried"]
         if one["tuning"]["block_kv"] == 64
     }
-    assert reasons == {
-        2: None,
-        3: "no result after 120 s",
-        4: "the result is wrong",
-        5: None,
-        6: None,
-    }
+    lost = {3: "no result after 120 s", 4: "the result is wrong"}
+    assert reasons == dict.fromkeys((2, 5, 6)) | lost
     assert result["best"]["stages"] == 6 and len(worked) == 3
 
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from benchmarks.worker import Worker, WorkerError, alone
+from benchmarks.worker import Worker, WorkerError
 
 
 def test_calls_share_a_process_until_one_is_lost():
@@ -24,7 +24,3 @@ def test_calls_share_a_process_until_one_is_lost():
         assert len({first, second, worker.call(os.getpid)}) == 3
         with pytest.raises(ProcessLookupError):
             os.kill(second, 0)
-
-
-def test_a_process_of_its_own():
-    assert alone(divmod, 7, 2) == (3, 1)
