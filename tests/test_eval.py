@@ -13,11 +13,10 @@ import swiftkv_jax as skv
 from swiftkv_jax import cli
 from swiftkv_jax.errors import DataError, UsageError
 from swiftkv_jax.eval.__main__ import main
-from swiftkv_jax.eval.command import task_sets
 from swiftkv_jax.eval.comparison import scores, table
 from swiftkv_jax.eval.generation import generation
 from swiftkv_jax.eval.options import EvalOptions
-from swiftkv_jax.eval.tasks import PAPER, RENAMED
+from swiftkv_jax.eval.tasks import RENAMED
 from swiftkv_jax.eval.text_model import TextModel
 from swiftkv_jax.infer import Engine, EngineOptions, SamplingParams
 from tests.infer import conftest
@@ -329,10 +328,12 @@ def test_flags_that_do_not_fit(flags, message, capsys):
 
 
 def test_the_authors_tasks():
-    assert task_sets(EvalOptions(paper=True)) == PAPER and len(PAPER) == 7
-    assert set(RENAMED.values()) == {
-        name for one in PAPER if one.tasks[0].endswith("llama") for name in one.tasks
-    }
+    runs = EvalOptions(paper=True).runs()
+    names = [name for run in runs for name in run["tasks"]]
+    assert len(names) == len(runs) == 7
+    assert set(RENAMED.values()) == {name for name in names if name.endswith("llama")}
+    shots = {run["tasks"][0]: run["num_fewshot"] for run in runs if run["apply_chat_template"]}
+    assert shots["mmlu_llama"] == 5 and shots["gsm8k_llama"] == 8 and len(shots) == 4
 
 
 def test_without_the_harness_the_extra_is_named(monkeypatch, capsys):

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import gc
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,13 @@ from ..process.files import check_absent, write_json
 from ..process.provenance import provenance
 from .comparison import Report, scores, table
 from .options import EvalOptions, Sides
-from .tasks import PAPER, TaskSet, open_tasks, run_tasks
+from .tasks import open_tasks, run_tasks
 from .text_model import harness_model
 
 logger = logging.getLogger(__name__)
 
 MAX_MODEL_LEN = 4096
-"""Length of the authors' runs; enough for every task of `PAPER`."""
+"""Length of the authors' runs; enough for every task of `options.PAPER`."""
 SIDES = {"teacher": "off", "student": "on"}
 """Sides that `--swiftkv both` measures, in this order, and the value of --swiftkv for each."""
 REPORT_FIELDS = "results groups group_subtasks n-shot n-samples versions higher_is_better".split()
@@ -38,42 +38,20 @@ SETTINGS = "dtype quantization kv_cache_dtype max_model_len generated_kv exact_t
 """Flags that the output file records."""
 
 
-def task_sets(options: EvalOptions) -> Sequence[TaskSet]:
-    """Tasks that the options name. Raises `UsageError`."""
-    own = ("tasks", "num_fewshot", "apply_chat_template", "fewshot_as_multiturn", "gen_kwargs")
-    if options.paper:
-        if others := [name for name in own if getattr(options, name) not in (None, False)]:
-            raise UsageError(
-                f"`{others[0]}` does not go with `paper`, which has settings of its own"
-            )
-        return PAPER
-    if not options.tasks:
-        raise UsageError(
-            "nothing to run: name some with `tasks`, or take the authors' with `paper`"
-        )
-    if options.num_fewshot is not None and options.num_fewshot < 0:
-        raise UsageError(f"`num_fewshot`={options.num_fewshot} must be at least 0")
-    if options.fewshot_as_multiturn and not options.apply_chat_template:
-        raise UsageError(
-            "`fewshot_as_multiturn` needs `apply_chat_template`: only conversations have turns"
-        )
-    return [TaskSet(*(getattr(options, name) for name in own))]
-
-
 def main(args: argparse.Namespace) -> int:
     options = EvalOptions(**given(EvalOptions, args))
     sides = Sides(**given(Sides, args))
     engine_fields = given(EngineOptions, args)
-    sets = task_sets(options)
+    runs = options.runs()
     swiftkv = "auto" if sides.compare else sides.swiftkv
     model_options = dataclasses.replace(ModelOptions.from_args(args), swiftkv=swiftkv)
     EngineOptions(**engine_fields)  # mistakes end the run before tasks and weights are read
     check_absent("`output`", options.output)
-    manager = open_tasks(sets, options.include_path)
+    manager = open_tasks((name for run in runs for name in run["tasks"]), options.include_path)
     reports = dict[str, Report]()
     for name, engine, tokenizer in _engines(sides, model_options, engine_fields):
         model = harness_model(engine, tokenizer, progress=is_main_process())
-        reports[name] = run_tasks(sets, manager, model, options.limit)
+        reports[name] = run_tasks(runs, manager, model, options.limit)
         logger.info(
             f"prompts: {engine.stats.prompt_tokens} tokens, "
             f"{engine.prefix_stats.hits / max(engine.prefix_stats.queries, 1):.0%} of them found "

@@ -4,10 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from ..cli.fields import option
 from ..cli.model_options import SWIFTKV_CHOICES
 from ..errors import UsageError
+
+SETTINGS = ("tasks", "num_fewshot", "apply_chat_template", "fewshot_as_multiturn", "gen_kwargs")
+"""Options of a run of tasks, as the harness calls them too."""
+_LONG = "max_gen_toks=1024"
+PAPER = (
+    (("arc_challenge_llama",), 0, True, False, _LONG),
+    (("winogrande",), 5, False, False, _LONG),
+    (("hellaswag",), 10, False, False, _LONG),
+    (("truthfulqa_mc2",), 0, False, False, _LONG),
+    (("mmlu_llama",), 5, True, True, _LONG),
+    (("mmlu_cot_llama",), 0, True, False, _LONG),
+    (("gsm8k_llama",), 8, True, True, _LONG),
+)
+"""`SETTINGS` of the tasks that the authors of SwiftKV measured with vLLM and a fork of the harness
+(`Snowflake-Labs/vllm`, examples/swiftkv), at most 4096 tokens a row. The fork's
+`*_llama_3.1_instruct` tasks have the names of the harness itself here, where their prompts and
+scoring may differ: `tasks.RENAMED`."""
 
 
 def parse_names(text: str) -> tuple[str, ...]:
@@ -65,6 +83,28 @@ class EvalOptions:
         metavar="JSON",
         names=("--output", "-o"),
     )
+
+    def runs(self) -> list[dict[str, Any]]:
+        """Return arguments of the harness's `simple_evaluate` for each run of tasks. Raises
+        `UsageError`."""
+        own = {name: getattr(self, name) for name in SETTINGS}
+        if self.paper:
+            if others := [name for name, value in own.items() if value not in (None, False)]:
+                raise UsageError(
+                    f"`{others[0]}` does not go with `paper`, which has settings of its own"
+                )
+            return [dict(zip(SETTINGS, one, strict=True)) for one in PAPER]
+        if not self.tasks:
+            raise UsageError(
+                "nothing to run: name some with `tasks`, or take the authors' with `paper`"
+            )
+        if self.num_fewshot is not None and self.num_fewshot < 0:
+            raise UsageError(f"`num_fewshot`={self.num_fewshot} must be at least 0")
+        if self.fewshot_as_multiturn and not self.apply_chat_template:
+            raise UsageError(
+                "`fewshot_as_multiturn` needs `apply_chat_template`: only conversations have turns"
+            )
+        return [own]
 
 
 @dataclasses.dataclass(frozen=True)
