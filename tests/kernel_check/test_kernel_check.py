@@ -301,21 +301,16 @@ def model() -> skv.Model:
     return tiny.model_of(*small())
 
 
-PLANTED = [
-    *(pytest.param(mode, marks=pytest.mark.long) for mode in ("crashes", "hangs")),
-    "is wrong",
-]
-
-
-@pytest.mark.parametrize("mode", PLANTED)
-def test_the_engine_goes_on_with_xla(mode, tmp_path, warnings, monkeypatch):
+def test_the_engine_goes_on_with_xla(tmp_path, warnings, monkeypatch):
     monkeypatch.setattr(kernel_check, "choose_for", lambda *_: Choice("hopper"))  # heads of 8
+    wrong = Verdict("wrong", "by up to 3")
+    monkeypatch.setattr(
+        kernel_check, "check_in_children", lambda configs, *_, **__: dict.fromkeys(configs, wrong)
+    )
     options = EngineOptions(max_num_seqs=1, page_size=16, max_model_len=16, one_size=True)
     requests = [Request([5, 7, 11], SamplingParams(max_tokens=6))]
-    check = stand_in(mode, tmp_path, timeout=20)
-    runner = build_model_runner(model(), options, kernel_check=check)
-    assert runner._attention.implementation == "xla"
-    assert len(warnings()) == 1 and starts(tmp_path) == 1
+    runner = build_model_runner(model(), options, kernel_check=stand_in("-", tmp_path))
+    assert runner._attention.implementation == "xla" and len(warnings()) == 1
     engine = Engine(
         runner, config=runner.config, eos_token_ids=model().eos_token_ids, options=options
     )
