@@ -50,9 +50,13 @@ def mixture(
     weights = block.router, (block.expert_gate, block.expert_up, block.expert_down)
     if mesh is None:
         return run(h, *weights, 0)
-    shards = mesh.shape[MODEL] if config.num_experts % mesh.shape[MODEL] == 0 else 1
-    of_experts = PartitionSpec(MODEL if shards > 1 else None)
-    of_rows = PartitionSpec(row_axes(mesh) if h.shape[0] % dp_size(mesh) == 0 else None)
+    shards = 1
+    of_experts = of_rows = PartitionSpec()
+    if config.num_experts % mesh.shape[MODEL] == 0:
+        shards = mesh.shape[MODEL]
+        of_experts = PartitionSpec(MODEL)
+    if h.shape[0] % dp_size(mesh) == 0:
+        of_rows = PartitionSpec(row_axes(mesh))
 
     def local(h, router, experts):
         if shards == 1:

@@ -96,8 +96,9 @@ def check_mesh(mesh: object) -> None:
 def mesh_of(array: jax.Array) -> Mesh | None:
     """The mesh of `array`; None on a single device, and for arrays that are being
     traced."""
-    sharding = None if isinstance(array, Tracer) else array.sharding
-    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    if isinstance(array, Tracer) or not isinstance(array.sharding, NamedSharding):
+        return None
+    mesh = array.sharding.mesh
     return mesh if isinstance(mesh, Mesh) and mesh.size > 1 else None
 
 

@@ -30,6 +30,13 @@ class Choice(NamedTuple):
     reason: str | None = None
     """Why XLA runs although the device has kernels."""
 
+    @staticmethod
+    def unless(reason: str | None, implementation: str, tuning: Any = None) -> Choice:
+        """Return the choice of `implementation`, or of XLA if there is a reason against it."""
+        if reason:
+            return Choice("xla", reason=reason)
+        return Choice(implementation, tuning)
+
 
 def choose(
     device: Device,
@@ -59,7 +66,7 @@ def choose(
         if name == "cudnn" and spec.op == "decode":
             return Choice("xla", reason="decodes by name only")
         tuning, reason = _accepted(device, spec, name, None)
-        return Choice("xla", reason=reason) if reason else Choice(name, tuning)
+        return Choice.unless(reason, name, tuning)
     if implementation not in IMPLEMENTATIONS:
         available = ", ".join(map(repr, IMPLEMENTATIONS))
         raise ImplementationError(implementation, f"is not available; available: {available}")
@@ -79,7 +86,7 @@ def choose_experts(device: Device, widths: tuple[int, int], dtype: Any) -> Choic
         return Choice(name, reason="has no kernel for experts")
     refused = kernels_of("hopper").grouped.unsupported_reason
     reason = refused(*widths, dtype) or refused(*widths[::-1], dtype)
-    return Choice("xla", reason=reason) if reason else Choice("hopper")
+    return Choice.unless(reason, "hopper")
 
 
 def _check_tuning(name: str, tuning: Any, implementation: str, op: str) -> None:

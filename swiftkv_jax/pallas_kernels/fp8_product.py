@@ -31,7 +31,7 @@ def choose_fp8_product(kernels: str | None, rows: int, inputs: int, outputs: int
     if rows < FROM_ROWS:
         return Choice("xla", reason=f"takes FP8 products from {FROM_ROWS} rows on")
     reason = kernels_of("hopper").fp8_product.unsupported_reason(rows, inputs, outputs, dtype)
-    return Choice("xla", reason=reason) if reason else Choice("hopper")
+    return Choice.unless(reason, "hopper")
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5))  # compiled once for all layers

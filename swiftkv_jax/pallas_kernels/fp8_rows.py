@@ -36,7 +36,7 @@ def choose_fp8_rows(kernels: str | None, rows: int, width: int, dtype) -> Choice
     if rows < FROM_ROWS:
         return Choice("xla", reason=f"makes FP8 rows from {FROM_ROWS} on")
     reason = kernels_of("hopper").fp8_rows.unsupported_reason(width, dtype)
-    return Choice("xla", reason=reason) if reason else Choice("hopper")
+    return Choice.unless(reason, "hopper")
 
 
 @functools.partial(jax.jit, static_argnums=1)  # compiled once for all layers

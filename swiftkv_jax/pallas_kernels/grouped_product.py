@@ -45,8 +45,9 @@ def rows_product(
 ) -> Float[Array, "R O"]:
     """Products of rows in order of their groups, of which `group_sizes` counts each one's, in
     `dtype`. What rows after the last group's hold is not defined, nor is their gradient."""
+    contracted = {"first": 1, "last": 2}[inputs]
     numbers = jax.lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((1,), (2 if inputs == "last" else 1,)), ((), ())),
+        dot_dimension_numbers=(((1,), (contracted,)), ((), ())),
         lhs_ragged_dimensions=[0],
         rhs_group_dimensions=[0],
     )
@@ -108,7 +109,7 @@ def block_product(
     rows hold is not defined."""
     if implementation == "hopper":
         return _hopper(x, weight.astype(x.dtype), blocks.group, blocks.used, inputs, dtype)
-    spec = "MI,IO->MO" if inputs == "first" else "MI,OI->MO"
+    spec = {"first": "MI,IO->MO", "last": "MI,OI->MO"}[inputs]
 
     @jax.checkpoint  # the backward pass gathers again: kept, matrices would be many
     def product(block):
@@ -135,10 +136,10 @@ def _forward(x, weight, group, used, inputs: Inputs, dtype):
 def _backward(inputs: Inputs, dtype, saved, gradient):
     x, weight, group, used = saved
     has_rows = (jnp.arange(group.size) < used)[:, None, None]
-    other: Inputs = "last" if inputs == "first" else "first"
+    other: Inputs
+    other, spec = ("last", "NMI,NMO->NIO") if inputs == "first" else ("first", "NMI,NMO->NOI")
     of_x = _kernel(gradient.astype(x.dtype), weight, group, used, other, x.dtype)
     # Experts are frozen: compiled programs do not use this one, and leave it out.
-    spec = "NMI,NMO->NIO" if inputs == "first" else "NMI,NMO->NOI"
     of_blocks = jnp.where(has_rows, jnp.einsum(spec, x, gradient), 0)
     of_weight = jnp.zeros_like(weight).at[group].add(of_blocks.astype(weight.dtype))
     return jnp.where(has_rows, of_x, 0), of_weight, None, None

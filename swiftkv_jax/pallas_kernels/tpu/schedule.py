@@ -189,11 +189,8 @@ def paged_specs(
         def index(*args):
             b, _, k, _, j = locate(*args)
             entry, part = (j * each + i, 0) if parts == 1 else (j // parts, j % parts)
-            return (
-                args[-1][b * table.shape[1] + entry],
-                k,
-                *((0, part) if positions_minor else (part, 0)),
-            )
+            entry = args[-1][b * table.shape[1] + entry]
+            return (entry, k, 0, part) if positions_minor else (entry, k, part, 0)
 
         block = (pool[2], size) if positions_minor else (size, pool[3])
         return pl.BlockSpec((None, None, *block), index)
