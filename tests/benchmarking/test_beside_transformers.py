@@ -51,7 +51,9 @@ def test_swiftkv_beside_its_teacher(tmp_path, capsys):
     assert capsys.readouterr().out.count("\n| swiftkv |") == 2
 
 
-def test_usage(capsys):
+def test_usage(capsys, monkeypatch):
+    monkeypatch.setattr(beside_transformers, "alone", lambda function, *args: function(*args))
+    monkeypatch.setattr(beside_transformers, "floors", lambda shapes: {})
     assert beside_transformers.main(["--model", "x", "--python", "y"]) == 2
     assert "transformers serves random weights only" in capsys.readouterr().err
     assert beside_transformers.main(["--shapes", "smoke", "--python", "/none/python"]) == 2
