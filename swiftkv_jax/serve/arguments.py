@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 from pathlib import Path
 
+from ..cli import parse_size
 from ..cli.fields import add_flags, group, option
 from ..cli.model_options import ModelOptions
 from ..infer.commands.chat_template import chat_template
@@ -66,6 +67,12 @@ class EngineFeatures:
         False,
         "log-probabilities of prompts: /v1/score, prompt_logprobs, and echo with logprobs",
         names=("--enable-scoring",),
+    )
+    prefix_cache_host: int | None = option(
+        None,
+        "host memory for pages that leave the prefix cache, such as 8g (default: none)",
+        metavar="SIZE",
+        parse=parse_size,
     )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from swiftkv_jax.infer.engine.constrained import ConstrainedCall
 from swiftkv_jax.infer.engine.engine import Engine
+from swiftkv_jax.infer.engine.host_tier import PageMove
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.request_state import Chunk, RequestState, SequenceState
 from swiftkv_jax.infer.engine.requests import ScoreRequest
@@ -70,6 +71,7 @@ class MockModelRunner:
         self.shapes, self.window = shapes, window
         self.wide_costs = (1.0,) * len(shapes.widths)
         self.pages = np.full((shapes.dp_size, shapes.num_pages, shapes.page_size), -1)
+        self.host: dict[int, np.ndarray] = {}
         self.rows: dict[int, Row] = {}
         self.calls: MutableSequence[str] = []
         self.random = random.Random(0)
@@ -85,6 +87,14 @@ class MockModelRunner:
 
     def is_idle(self) -> bool:
         return True
+
+    def move_pages(self, moves: Sequence[PageMove]) -> None:
+        for saves, page, slot in moves:
+            assert 0 <= slot < self.shapes.host_pages
+            if saves:
+                self.host[slot] = self.pages[0, page].copy()
+            else:
+                self.pages[0, page] = self.host[slot]
 
     def remove_sequences(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -290,6 +300,7 @@ def mock_engine(
     exact_tail: int | None = None,
     width: int = 1,
     first_tokens: bool = False,
+    host_pages: int = 0,
     **options,
 ) -> tuple[Engine, MockModelRunner]:
     """With `exact_tail` the model keeps own keys and values."""
@@ -311,6 +322,7 @@ def mock_engine(
         single_step_rows=single_step_rows,
         widths=(width,) * (width > 1),
         first_tokens=first_tokens,
+        host_pages=host_pages,
     )
     runner = MockModelRunner(shapes, window)
     config = dataclasses.replace(

@@ -80,6 +80,25 @@ def test_the_names_are_those_of_vllm(answered):
             assert sample.labels["model_name"] == "tiny" and sample.labels["engine"] == "0"
 
 
+def test_prompts_that_come_from_host_memory_count_as_cached(start):
+    running = start(engine={"num_pages": 72, "host_pages": 200})
+    prompts = ["abcd" * 25, "efgh" * 25, "ijkl" * 25]
+    answers = [
+        running.post("/v1/completions", BODY | {"prompt": prompt})
+        for prompt in [*prompts, prompts[0]]
+    ]
+    assert [status for status, _ in answers] == [200] * 4
+    cached = answers[-1][1]["usage"]["prompt_tokens_details"]["cached_tokens"]
+    running.check_empty()
+    found = families(running)
+    hits = value(found, "vllm:external_prefix_cache_hits", "_total")
+    assert 0 < hits <= cached == value(found, "vllm:prompt_tokens_cached", "_total")
+    assert value(found, "vllm:prefix_cache_hits", "_total") == cached - hits
+    assert value(found, "vllm:external_prefix_cache_queries", "_total") == 400 - cached + hits
+    loaded = value(found, "swiftkv:tier_pages_loaded", "_total", tier="host")
+    assert loaded == hits / 4 <= value(found, "swiftkv:tier_pages", tier="host")
+
+
 def test_the_buckets_are_those_of_vllm(answered):
     found = families(answered)
     histograms = {name for name, one in found.items() if one.type == "histogram"}

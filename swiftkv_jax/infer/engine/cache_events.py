@@ -71,6 +71,10 @@ class CacheEvents:
                 PagesStored(list(keys[start:stop]), parent, tokens, source.cache_salt)
             )
 
+    def has(self, key: bytes) -> bool:
+        """Whether the page of this key is cached, by the events so far."""
+        return self._shards[key] > 0
+
     def remove(self, key: bytes) -> None:
         """Record that a shard has evicted a page. Pages that were cached before recording began are
         ignored."""

@@ -67,7 +67,8 @@ class Engine[R: ModelRunnerBase]:
         self.max_model_len = options.max_model_len or config.max_position_embeddings
         model_runner.prepare()
         shapes = model_runner.shapes
-        self._pools = page_pools(config, shapes, share=options.enable_prefix_caching)
+        share = options.enable_prefix_caching
+        self._pools = page_pools(config, shapes, model_runner, share=share)
         self._scheduler = Scheduler(
             self._pools,
             shapes,

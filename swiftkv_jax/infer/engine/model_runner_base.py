@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from .constrained import ConstrainedCall
+from .host_tier import HostMemory
 from .request_state import Chunk, SequenceState
 from .sampler_output import AsyncOutput, SamplerOutput
 from .shapes import DecodeCall, Shapes
@@ -14,7 +15,7 @@ if TYPE_CHECKING:  # it needs JAX, the engine does not
     from ...model.model import Model
 
 
-class ModelRunnerBase(Protocol):
+class ModelRunnerBase(HostMemory, Protocol):
     """Interface that the engine needs of a model runner. A test double needs no model."""
 
     shapes: Shapes

@@ -209,6 +209,9 @@ class EngineOptions:
         parse=parse_speculative_config,
     )
     """None decodes one token of a sequence in a step."""
+    prefix_cache_host: int | None = None
+    """Bytes of host memory for pages that the prefix cache has no room for on the device. They are
+    loaded again where a prompt begins with their tokens. None: they are lost."""
     scoring: bool = False
     """Compile the programs that a `ScoreRequest` needs."""
     sampling: bool = True
@@ -250,6 +253,7 @@ class EngineOptions:
             "max_prefill_chunks",
             "decode_steps",
             "kv_cache_memory",
+            "prefix_cache_host",
             "page_size",
             "reserve_tokens",
         ):
@@ -270,6 +274,11 @@ class EngineOptions:
             raise UsageError(
                 f"`single_step_rows`={rows!r} must be a whole number from 0 up",
                 option="single_step_rows",
+            )
+        if self.prefix_cache_host and not self.enable_prefix_caching:
+            raise UsageError(
+                "`prefix_cache_host` keeps nothing without `enable_prefix_caching`",
+                option="prefix_cache_host",
             )
         _check_generated_kv(self.generated_kv, self.exact_tail)
         if not 0 < self.memory_utilization <= 1:

@@ -29,10 +29,13 @@ import numpy as np
 
 from ...model.config import Config
 from .cache_events import CacheEvents, TokenSource
+from .host_tier import HostMemory, HostTier, TierCounts
 from .shapes import Shapes
 
 RELEASED = -1
 """Mark in a page table of a page that the sequence no longer needs."""
+ON_HOST = -2
+"""Mark in the result of `PagePool.match` of a page in host memory."""
 
 
 @dataclasses.dataclass
@@ -45,6 +48,8 @@ class PrefixStats:
     """Prompt tokens whose pages were found."""
     evictions: int = 0
     """Cached pages that were evicted."""
+    host_hits: int = 0
+    """Prompt tokens among `hits` whose pages came from host memory."""
 
     @staticmethod
     def total(stats: Iterable[PrefixStats]) -> PrefixStats:
@@ -86,6 +91,8 @@ class PagePool:
         self.stats = PrefixStats()
         self.events: CacheEvents | None = None
         """Records changes of the prefix cache; None: they are not recorded."""
+        self.host: HostTier | None = None
+        """Keeps pages that are evicted; None: they are lost."""
         self._free = list(range(num_pages - 1, -1, -1))
         self._users = [0] * num_pages
         self._page_of: dict[bytes, int] = {}
@@ -102,6 +109,11 @@ class PagePool:
     def used(self) -> int:
         """Pages that sequences use."""
         return self.num_pages - self.available
+
+    @property
+    def tier_counts(self) -> list[TierCounts]:
+        """Pages of each tier beyond the device."""
+        return [] if self.host is None else [self.host.counts]
 
     def needs(self, positions: int, own_start: int) -> PageNeeds:
         """Pages for `positions` positions, of which those from `own_start` on keep their own upper
@@ -125,6 +137,11 @@ class PagePool:
         own = itertools.islice(pages, needs.own_pages * self.pages_per_own_page)
         return first, [*itertools.batched(own, max(self.pages_per_own_page, 1))]
 
+    def keep_on_host(self, host: HostTier) -> None:
+        """Let `host` keep the pages that are evicted."""
+        self.host = host
+        host.on_drop = self._drop
+
     # Prefixes -----------------------------------------------------------------
 
     def keys(
@@ -135,12 +152,14 @@ class PagePool:
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
         """The cached pages of the longest prefix of `keys` after which the next token finds all
-        pages that it sees; `RELEASED` for pages that it does not see. They are not reserved (see
-        `reserve`)."""
+        pages that it sees; `RELEASED` for pages that it does not see, `ON_HOST` for those that have
+        to be loaded. They are not reserved (see `reserve`)."""
         pages: list[int] = []
         missing, length = -1, 0  # the last page that is not cached; pages of the prefix
         for number, key in enumerate(keys):
             page = self._page_of.get(key, RELEASED)
+            if page == RELEASED and self.host is not None and key in self.host:
+                page = ON_HOST
             if page == RELEASED:
                 missing = number
                 if self.window is None:
@@ -175,32 +194,63 @@ class PagePool:
             key = keys[number]
             page = pages[number]
             if page != RELEASED and key not in self._page_of and page not in self._key_of:
-                self._page_of[key] = page
-                self._key_of[page] = key
+                self._register(key, page)
                 cached.append(number)
-        if self.events is not None and source is not None and cached:
-            self.events.store(keys, cached, source)
+        self._record_stored(keys, cached, source)
 
     def clear(self) -> None:
-        """Evict all cached pages, none of which may be in use."""
+        """Drop all cached pages, none of which may be in use; those in host memory too."""
         assert not self.used
-        for page in self._unused:
-            self._evict(page)
+        dropped = [] if self.host is None else self.host.clear()
+        dropped += map(self._uncache, self._unused)
         self._free += self._unused
         self._unused.clear()
+        if self.events is not None:
+            for key in dict.fromkeys(dropped):
+                self.events.remove(key)
 
     # Pages --------------------------------------------------------------------
 
-    def reserve(self, shared: Sequence[int], count: int) -> list[int] | None:
+    def reserve(
+        self,
+        shared: Sequence[int],
+        count: int,
+        keys: Sequence[bytes] = (),
+        source: TokenSource | None = None,
+    ) -> list[int] | None:
         """Reserve the `shared` pages and `count` unused ones: the page table of a sequence. If
-        there are too few, returns None and reserves nothing."""
+        there are too few, returns None and reserves nothing. `keys` are those that `shared` were
+        matched by, and `source` has the tokens: a page `ON_HOST` gets a page of the device, for
+        `load` to fill."""
         if self.shortage(shared, count):
             return None
-        return [*self.share_pages(shared), *(self._allocate() for _ in range(count))]
+        loads = [number for number, page in enumerate(shared) if page == ON_HOST]
+        table = [*self.share_pages(shared)]
+        if loads:
+            assert self.host is not None
+            self.host.hold([keys[number] for number in loads])
+            for number in loads:
+                table[number] = self._allocate()
+                self._register(keys[number], table[number])
+                self.host.begin_load(keys[number], table[number])
+            self._record_stored(keys, loads, source)
+        return [*table, *(self._allocate() for _ in range(count))]
+
+    def load(self, pages: Sequence[int]) -> bool:
+        """Whether a sequence's `pages` that came from host memory can be read by the next chunk.
+        Those for which there was no room in this one are loaded before a later one."""
+        return self.host is None or self.host.load(pages)
+
+    def move_pages(self) -> None:
+        """Start the copies that were planned: pages that have been evicted are saved before what is
+        sent next writes them, and those that it reads are loaded."""
+        if self.host is not None:
+            self.host.flush()
 
     def shortage(self, shared: Sequence[int], count: int) -> int:
         """Pages that have to come free before `reserve` can succeed."""
-        unused = sum(page != RELEASED and self._users[page] == 0 for page in shared)
+        unused = sum(page >= 0 and self._users[page] == 0 for page in shared)
+        count += shared.count(ON_HOST)
         return max(count - (self.available - unused), 0)
 
     def num_sole(self, pages: Sequence[int]) -> int:
@@ -210,7 +260,7 @@ class PagePool:
     def share_pages(self, pages: Sequence[int]) -> Sequence[int]:
         """Count one more user of `pages`."""
         for page in pages:
-            if page != RELEASED:
+            if page >= 0:
                 self._unused.pop(page, None)
                 self._users[page] += 1
         return pages
@@ -249,18 +299,43 @@ class PagePool:
         return page
 
     def _evict(self, page: int) -> None:
+        key = self._uncache(page)
+        if self.host is None or not self.host.save(key, page):
+            self._drop(key)
+
+    def _drop(self, key: bytes) -> None:
+        """Record that the device, or host memory, has no longer a page; the other may have it."""
+        if self.events is not None and key not in self._page_of:
+            self.events.remove(key)
+
+    def _register(self, key: bytes, page: int) -> None:
+        self._page_of[key] = page
+        self._key_of[page] = key
+
+    def _uncache(self, page: int) -> bytes:
+        """Forget a cached page; returns its key."""
         key = self._key_of.pop(page)
         del self._page_of[key]
         self.stats.evictions += 1
-        if self.events is not None:
-            self.events.remove(key)
+        return key
+
+    def _record_stored(
+        self, keys: Sequence[bytes], numbers: list[int], source: TokenSource | None
+    ) -> None:
+        """Record that pages `numbers` of a sequence are cached, unless host memory kept them."""
+        if self.events is None or source is None:
+            return
+        if self.host is not None:
+            numbers = [number for number in numbers if not self.events.has(keys[number])]
+        if numbers:
+            self.events.store(keys, numbers, source)
 
 
-def page_pools(config: Config, shapes: Shapes, *, share: bool) -> list[PagePool]:
-    """The pool of each data-parallel shard."""
+def page_pools(config: Config, shapes: Shapes, host: HostMemory, *, share: bool) -> list[PagePool]:
+    """The pool of each data-parallel shard. `host` is the model runner."""
     # A tap reads the state of the token before, which its page has.
     window = config.window and max(config.window, 1 + config.boundary_taps)
-    return [
+    pools = [
         PagePool(
             shapes.num_pages,
             shapes.page_size,
@@ -270,6 +345,10 @@ def page_pools(config: Config, shapes: Shapes, *, share: bool) -> list[PagePool]
         )
         for _ in range(shapes.dp_size)
     ]
+    if shapes.host_pages:
+        (pool,) = pools
+        pool.keep_on_host(HostTier(shapes.host_pages, host))
+    return pools
 
 
 def all_pages(pages: Sequence[int], own_pages: Iterable[Sequence[int]]) -> list[int]:

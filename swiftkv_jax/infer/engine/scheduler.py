@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 
 from ...model.config import NO_OWN
 from .chunk_builder import ChunkBuilder
-from .page_pool import PageNeeds, PagePool, all_pages
+from .page_pool import ON_HOST, PageNeeds, PagePool, all_pages
 from .request_state import Chunk, RequestState, SequenceState
 from .shapes import DecodeCall, Shapes
 
@@ -110,6 +110,8 @@ class Scheduler:
                 # Aborted during prefill. Until now the other samples read its pages.
                 if sequence.index in state.aborted:
                     self.finish(sequence)
+        for pool in self.pools:
+            pool.move_pages()
         return chunk if chunk.finished_prefill or any(chunk.shards) else None
 
     def _admit_waiting(self, builders: list[ChunkBuilder], chunk: Chunk) -> None:
@@ -138,6 +140,8 @@ class Scheduler:
         if state.timing.started is None:
             state.timing.started = time.perf_counter()
         pool, begun = self.pools[state.dp_rank], state.num_computed_tokens // self.page_size
+        if not pool.load(state.pages):
+            return
         # Not earlier: another request in the same chunk would write pages that this one reads.
         for pages in [one.pages for one in state.sequences] or [state.pages]:
             pool.release_hidden(pages, state.num_computed_tokens)
@@ -183,7 +187,7 @@ class Scheduler:
         more = pool.total(needs) - len(cached) + state.pages_of_others(pool)
         if short := pool.shortage(cached, more):
             self._reclaim(dp_rank, short)
-        if (reserved := pool.reserve(cached, more)) is None:
+        if (reserved := pool.reserve(cached, more, state.page_keys, state)) is None:
             return False
         unused = iter(reserved)
         state.dp_rank = dp_rank
@@ -194,6 +198,7 @@ class Scheduler:
             state.num_cached_tokens = state.num_computed_tokens
             pool.stats.queries += len(state.prefill_token_ids)
             pool.stats.hits += state.num_cached_tokens
+            pool.stats.host_hits += cached.count(ON_HOST) * self.page_size
         return True
 
     def _make_sequences(self, state: RequestState, needs: PageNeeds, unused: Iterator[int]) -> None:

@@ -74,6 +74,8 @@ class Shapes:
     token."""
     pages_per_own_page: int = 0
     """`Config.pages_per_own_page`."""
+    host_pages: int = 0
+    """Pages of the prefix cache in host memory."""
 
     widths: tuple[int, ...] = ()
     """Tokens of a sequence in a step of a wide decode call, for each of `decode_rows`; none without

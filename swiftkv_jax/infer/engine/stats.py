@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from .host_tier import TierCounts
 from .request_state import Chunk
 from .scheduler import Scheduler
 from .speculation import DraftStats
@@ -101,6 +102,8 @@ class Load(NamedTuple):
     pages_in_use: int
     """Pages that requests hold, for what they have cached and the next `reserve_tokens`."""
     num_pages: int
+    tiers: tuple[TierCounts, ...] = ()
+    """Tiers of the prefix cache beyond the devices."""
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> Load:
@@ -112,4 +115,5 @@ class Load(NamedTuple):
             sum(state.prefill_stop - state.num_computed_tokens for state in unfinished),
             sum(pool.used for pool in scheduler.pools),
             sum(pool.num_pages for pool in scheduler.pools),
+            tuple(counts for pool in scheduler.pools for counts in pool.tier_counts),
         )

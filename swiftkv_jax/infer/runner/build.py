@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ from ..engine.options import EngineOptions
 from ..engine.shapes import Shapes
 from .choose_shapes import RIDGE_TOKENS, choose_shapes, with_contexts
 from .conversion import Conversion
+from .host_pages import num_host_pages
 from .layout import Layout
 from .memory import bytes_kept, bytes_per_device, memory_limit
 from .model_runner import ModelRunner
@@ -108,6 +110,9 @@ def build_model_runner(
         kept_bytes=kept_bytes,
         memory_limit=limit,
         ridge_tokens=RIDGE_TOKENS if hardware is None else hardware.ridge_tokens,
+    )
+    shapes = dataclasses.replace(
+        shapes, host_pages=num_host_pages(options, layout, device.platform)
     )
     ops = Attention(mesh, attention)
     if _widens_pool(layout, shapes, model.dtype, ops):

@@ -262,6 +262,13 @@ def with_contexts(shapes: Shapes) -> Shapes:
     return dataclasses.replace(shapes, contexts=contexts)
 
 
+def with_smaller_cache(shapes: Shapes, num_bytes: int, page_bytes: int) -> Shapes:
+    """`shapes` with a cache that takes `num_bytes` less. Raises as `check_pages`."""
+    num_pages = shapes.num_pages - -(-num_bytes // page_bytes)
+    shapes = dataclasses.replace(shapes, num_pages=num_pages)
+    return check_pages(shapes, shapes.table_pages * shapes.page_size, page_bytes)
+
+
 def check_pages(shapes: Shapes, length: int, page_bytes: int) -> Shapes:
     """Return `shapes`. Raises `UsageError` if their cache cannot hold one prompt of `length`
     tokens, and warns if it cannot hold an answer of as many, which may need more (`check_fits`)."""

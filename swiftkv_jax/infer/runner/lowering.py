@@ -24,6 +24,7 @@ from .decode_programs import copy_pages, decode
 from .decode_state import PageTables, insert_row, insert_sequences, update_page_tables
 from .drafts import Drafting
 from .first_token import first_token
+from .host_pages import MoveProgram, move_programs
 from .kv_heads import with_kv_head_copies
 from .layout import Layout
 from .prefill_chunk import (
@@ -108,7 +109,7 @@ state."""
 FirstToken = Literal["first_token"]
 """The program that goes on from a chunk to the first token of a prompt."""
 
-Program = PrefillProgram | UpperProgram | DecodeProgram | StateUpdate | FirstToken
+Program = PrefillProgram | UpperProgram | DecodeProgram | StateUpdate | FirstToken | MoveProgram
 """Identifies a compiled program of an engine."""
 
 
@@ -198,6 +199,8 @@ def lower_all(
         add("history", insert_row, state.history, ints(), row)
     pages = ints(shapes.dp_size * COPY_PAGES)
     add("copy", copy_pages, served, pages, pages, state.cache, attention=attention)
+    for program, function, operands in move_programs(layout, shapes):
+        add(program, function, *operands)
     return lower
 
 

@@ -20,16 +20,18 @@ from ...model.cache import bytes_per_token
 from ...model.model import Model
 from ...pallas_kernels import ImplementationError
 from ..engine.constrained import ConstrainedCall, constrained_call
+from ..engine.host_tier import PageMove
 from ..engine.request_state import Chunk, SequenceState
 from ..engine.sampler_output import AsyncOutput, SamplerOutput
 from ..engine.shapes import DecodeCall, Shapes
 from ..sampling.penalties import token_counts_of
-from .choose_shapes import check_pages
+from .choose_shapes import with_smaller_cache
 from .compilation import CompileCounter, compile_all
 from .conversion import Conversion
 from .decode_state import DecodeBatch, empty_batch, make_batch, page_tables, sampling_of
 from .drafts import history_of
 from .exit import wait_at_exit, wait_for
+from .host_pages import WARM_UP, HostPages
 from .layout import Layout
 from .lowering import (
     COPY_PAGES,
@@ -45,10 +47,10 @@ from .lowering import (
 )
 from .memory import MemoryPlan, allocating, host_memory, memory_plan
 from .prefill_chunk import (
-    INVALID_PAGE,
     Joined,
     ScheduledShards,
     pack_chunk,
+    pack_copies,
     pack_upper,
     scored_index,
 )
@@ -118,10 +120,7 @@ class ModelRunner:
         plan = self._compile()
         if plan.over and self._shrink_cache:
             page_bytes = self.layout.page_bytes(self.shapes.page_size)
-            num_pages = self.shapes.num_pages - -(-plan.over // page_bytes)
-            shapes = dataclasses.replace(self.shapes, num_pages=num_pages)
-            max_tokens = shapes.table_pages * shapes.page_size
-            self.shapes = check_pages(shapes, max_tokens, page_bytes)
+            self.shapes = with_smaller_cache(self.shapes, plan.over, page_bytes)
             plan = self._compile()
         if plan.over:
             raise OutOfMemoryError(
@@ -132,6 +131,7 @@ class ModelRunner:
         logger.info("%s, for %s tokens of KV cache", plan, f"{tokens:,}")
         with allocating(f"the KV cache ({plan})"):
             self._state = self.layout.init_state(self.shapes)
+        self._host_pages = HostPages(self._compiled)
         wait_at_exit(self)
         self._warm_up()
         CompileCounter.start()
@@ -189,6 +189,8 @@ class ModelRunner:
                     self._decode(program, [[] for _ in empty], **operands)
             self.remove_sequences([0])
             self._copy([[] for _ in empty], least=1)
+            if self.shapes.host_pages:
+                self.move_pages(WARM_UP)
             self._insert_row("token_counts", 0, token_counts_of([], 0, self.config.vocab_size))
             if self.shapes.widths:
                 row, _ = history_of([], [], [], self.shapes.history_size)
@@ -306,11 +308,8 @@ class ModelRunner:
         self, program: PrefillProgram | UpperProgram, shards: ScheduledShards
     ) -> AsyncOutput:
         shapes, tokens = self.shapes, program.tokens
-        common = {
-            "page_size": shapes.page_size,
-            "table_pages": shapes.table_pages,
-            "context_pages": program.context,
-        }
+        common: dict[str, Any] = {"page_size": shapes.page_size, "table_pages": shapes.table_pages}
+        common["context_pages"] = program.context
         if isinstance(program, PrefillProgram):
             chunk = pack_chunk(shards, tokens=tokens, tiles=program.tiles, **common)
             joined = Joined.of(chunk, shapes.dp_size)
@@ -330,7 +329,7 @@ class ModelRunner:
             cache, result = self._compiled[program](self.weights, joined, self._state.cache)
             index = scored_index(shards) if program.scores else None
             output = AsyncOutput(self._to_host(result) if program.scores else result, index)
-        self._state = dataclasses.replace(self._state, cache=cache)
+        self._update(cache=cache)
         self._last_result = output.result
         return output
 
@@ -363,13 +362,12 @@ class ModelRunner:
     def _copy(self, copies: list[list[tuple[int, int]]], least: int = 0) -> None:
         """Copy pages (source, target) of each shard, in at least `least` calls."""
         for start in range(0, max(least, *map(len, copies)), COPY_PAGES):
-            pairs = np.full((self.shapes.dp_size, COPY_PAGES, 2), INVALID_PAGE, np.int32)
-            for row, shard in zip(pairs, copies, strict=True):
-                some = shard[start : start + COPY_PAGES]
-                row[: len(some)] = np.array(some, np.int32).reshape(-1, 2)
-            source, target = pairs[..., 0].reshape(-1), pairs[..., 1].reshape(-1)
-            cache = self._compiled["copy"](source, target, self._state.cache)
-            self._state = dataclasses.replace(self._state, cache=cache)
+            source, target = pack_copies(copies, start, COPY_PAGES)
+            self._update(cache=self._compiled["copy"](source, target, self._state.cache))
+
+    def move_pages(self, moves: Sequence[PageMove]) -> None:
+        """See `HostMemory`."""
+        self._update(cache=self._host_pages.move(self._state.cache, moves))
 
     def _write(self, name: StateUpdate, slots: Sequence[int], rows: Any) -> None:
         """Write the rows of these slots into the batch, padded to E with empty ones past
@@ -380,8 +378,7 @@ class ModelRunner:
         rows = jax.tree.map(
             lambda leaf: np.pad(leaf, ((0, missing), *((0, 0),) * (leaf.ndim - 1))), rows
         )
-        batch = self._compiled[name](self._state.batch, padded, rows)
-        self._state = dataclasses.replace(self._state, batch=batch)
+        self._update(batch=self._compiled[name](self._state.batch, padded, rows))
 
     def _insert_history(self, sequence: SequenceState) -> int:
         """Write the text of a sequence; returns its offset, -1 without drafts."""
@@ -396,4 +393,7 @@ class ModelRunner:
 
     def _insert_row(self, name: Literal["token_counts", "history"], slot: int, row) -> None:
         rows = self._compiled[name](getattr(self._state, name), np.int32(slot), row)
-        self._state = dataclasses.replace(self._state, **{name: rows})
+        self._update(**{name: rows})
+
+    def _update(self, **fields: Any) -> None:
+        self._state = dataclasses.replace(self._state, **fields)

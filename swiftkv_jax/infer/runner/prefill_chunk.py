@@ -322,6 +322,18 @@ def chunk_needs(shards: ScheduledShards, page_size: int) -> ChunkNeeds:
     return ChunkNeeds(*map(max, zip(*map(needs, filter(None, shards)), strict=True)))
 
 
+def pack_copies(
+    copies: list[list[tuple[int, int]]], start: int, count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """`count` copies of pages from number `start` on, of each data-parallel shard: (sources,
+    targets), `INVALID_PAGE` where there is none."""
+    pairs = np.full((len(copies), count, 2), INVALID_PAGE, np.int32)
+    for row, shard in zip(pairs, copies, strict=True):
+        some = shard[start : start + count]
+        row[: len(some)] = np.array(some, np.int32).reshape(-1, 2)
+    return pairs[..., 0].reshape(-1), pairs[..., 1].reshape(-1)
+
+
 def scored_index(shards: ScheduledShards) -> tuple[np.ndarray, np.ndarray]:
     """(dp_rank, index within `UpperTokens`) of every scored token, in the order of
     `pack_upper`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -15,6 +15,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics.exposition import ALLOWUTF8
 
 from ... import __version__
+from ...infer.engine.host_tier import TierCounts
+from ...infer.engine.page_pool import PrefixStats
 from ...infer.engine.speculation import DraftStats
 from ..service.admission import Admission
 from ..service.engine_thread import Snapshot
@@ -79,6 +81,21 @@ def _of_drafts(stats: DraftStats, most: int) -> Iterator[Row]:
     yield Counter, name, "Drafts that were right, by their place.", by_place, "position"
 
 
+def _of_tiers(tiers: Sequence[TierCounts], prefix: PrefixStats) -> Iterator[Row]:
+    if not tiers:
+        return
+    name, missed = "vllm:external_prefix_cache", prefix.queries - prefix.hits + prefix.host_hits
+    yield Counter, f"{name}_queries", "Prompt tokens not found on the device.", missed
+    yield Counter, f"{name}_hits", "Those that were found in host memory.", prefix.host_hits
+    for kind, field, text in (
+        (Gauge, "pages", "Pages of the prefix cache beyond the device."),
+        (Counter, "saved", "Pages copied to a tier."),
+        (Counter, "loaded", "Pages copied back from it."),
+    ):
+        name = "swiftkv:tier_pages" if field == "pages" else f"swiftkv:tier_pages_{field}"
+        yield kind, name, text, {one.tier: getattr(one, field) for one in tiers}, "tier"
+
+
 class _Collector:
     """A collector of prometheus_client."""
 
@@ -124,7 +141,9 @@ class _Collector:
             yield Gauge, name, "Share of the pages that requests hold.", usage
             name = f"vllm:{of}prefix_cache"
             yield Counter, f"{name}_queries", "Prompt tokens looked up.", prefix.queries
-            yield Counter, f"{name}_hits", "Prompt tokens found.", prefix.hits
+            local = prefix.hits - prefix.host_hits
+            yield Counter, f"{name}_hits", "Prompt tokens found on the device.", local
+        yield from _of_tiers(load.tiers, prefix)
         text = "Prompt tokens processed, those found in the prefix cache included."
         yield Counter, "vllm:prompt_tokens", text, snapshot.stats.prompt_tokens
         text = "Prompt tokens found in the prefix cache."

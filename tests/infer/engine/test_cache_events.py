@@ -39,10 +39,12 @@ class Follower:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_cache_can_be_followed(seed):
-    """Through evictions, preemptions, aborts, samples of one prompt, scores and shards."""
+    """Through evictions, preemptions, aborts, samples of one prompt, scores, shards and host
+    memory."""
     rng = random.Random(seed)
     engine, _ = mock_engine(
         dp_size=1 + seed % 2,
+        host_pages={2: 3, 4: 20, 6: 200}.get(seed, 0),
         num_pages=rng.randint(22, 34),
         reserve_tokens=rng.choice([1, 5, 512]),
         window=rng.choice([None, 21]),
@@ -65,9 +67,12 @@ def test_the_cache_can_be_followed(seed):
         engine.step()
         for event in events.take():
             follower.apply(event)
-        assert follower.cached == {key for pool in engine._pools for key in pool._page_of}
+        cached = {key for pool in engine._pools for key in pool._page_of}
+        cached.update(*(pool.host._slot_of for pool in engine._pools if pool.host))
+        assert follower.cached == cached
     assert not events.take()
     assert bool(engine.prefix_stats.evictions and follower.cached) == (seed != 5)
+    assert bool(engine.prefix_stats.host_hits) == (seed in (2, 4, 6))
 
 
 def test_what_was_cached_before_is_left_out():

@@ -1,0 +1,177 @@
+"""Pages of the prefix cache in host memory: the programs that copy them there and back, and the
+arrays that hold them.
+
+Each page is a few arrays in pinned host memory, which a device reads and writes at the speed of its
+bus. Programs return and take them like any other arrays, so a page that is loaded waits for the
+copy that saves it, and the host for neither.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jaxtyping import Array, Int
+
+from ...errors import UsageError
+from ...model.cache import KVCache, Pool
+from ...model.params import Leaf
+from ...plan.hardware import GIB
+from ..engine.host_tier import PageMove
+from ..engine.options import EngineOptions
+from ..engine.shapes import Shapes
+from .layout import Layout
+from .memory import host_memory
+from .prefill_chunk import INVALID_PAGE
+
+SIZES = (8, 1)
+"""Numbers of pages that one program moves, descending."""
+LEAST_PAGES = 16
+PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""Environment variable with the GiB of pinned memory that JAX may take on a GPU, by default 64."""
+WARM_UP = [
+    PageMove(saves, INVALID_PAGE, slot) for saves in (True, False) for slot in range(sum(SIZES))
+]
+"""Moves that run each program once, and change no page."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MoveProgram:
+    """Copies pages of the cache to host memory, or back."""
+
+    saves: bool
+    pages: int
+
+    def __str__(self) -> str:
+        return f"{'save' if self.saves else 'load'} of {self.pages} pages"
+
+
+@struct.dataclass
+class HostPage:
+    """One page of all cache layers."""
+
+    pools: Pool  # values 2C K page H, scale f32[2C, K, page]; keys of the C layers, then values
+    tap: Leaf = None  # f32[D]; see `KVCache.tap`
+
+
+def num_host_pages(options: EngineOptions, layout: Layout, platform: str) -> int:
+    """Pages that `EngineOptions.prefix_cache_host` has room for. Raises `UsageError`."""
+    size = options.prefix_cache_host
+    if size is None:
+        return 0
+    if layout.mesh is not None and layout.mesh.size > 1:
+        raise _refusal(f" is for one device, the mesh has {layout.mesh.size}")
+    page = layout.page_bytes(options.page_size)
+    if size < LEAST_PAGES * page:
+        least = f"{LEAST_PAGES * page / 2**20:.1f} MiB"
+        raise _refusal(f"={size} is too small: {LEAST_PAGES} pages of this model are {least}")
+    if size > (most := host_memory()):
+        raise _refusal(f"={size} exceeds the memory of this machine, {most / GIB:.1f} GiB")
+    pinned = int(os.environ.get(PINNED_LIMIT, 64)) * GIB
+    if platform == "gpu" and size > pinned:
+        raise _refusal(f"={size} exceeds what JAX may pin: raise the variable {PINNED_LIMIT}")
+    return size // page
+
+
+def _refusal(text: str) -> UsageError:
+    return UsageError(f"`prefix_cache_host`{text}", option="prefix_cache_host")
+
+
+# Programs ---------------------------------------------------------------------
+
+
+def move_programs(layout: Layout, shapes: Shapes) -> Iterator[tuple[MoveProgram, Any, tuple]]:
+    """(program, jitted function, operands) of each program; none without host memory."""
+    if not shapes.host_pages:
+        return
+    host = _host_sharding(layout)
+    cache = layout.cache(shapes)
+    save = jax.jit(save_pages, out_shardings=host)
+    one = jax.eval_shape(save_pages, cache, jax.ShapeDtypeStruct((1,), jnp.int32))[0]
+    page = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host), one
+    )
+    for count in SIZES:
+        numbers = layout.array((count,), jnp.int32)
+        yield MoveProgram(True, count), save, (cache, numbers)
+        yield MoveProgram(False, count), load_pages, (cache, numbers, (page,) * count)
+
+
+def save_pages(cache: KVCache, pages: Int[Array, " N"]) -> tuple[HostPage, ...]:
+    """Each of these pages of all layers."""
+
+    def gather(leaf):
+        return leaf.at[pages].get(mode="clip")
+
+    pools = [jax.tree.map(gather, pool) for pool in (*cache.k, *cache.v)]
+    joined = jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *pools)
+    found = HostPage(joined, None if cache.tap is None else gather(cache.tap))
+    return tuple(jax.tree.map(lambda leaf, n=n: leaf[n], found) for n in range(len(pages)))
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def load_pages(cache: KVCache, pages: Int[Array, " N"], saved: tuple[HostPage, ...]) -> KVCache:
+    """The cache with `saved` in these pages. Nothing is written for page numbers past the pool."""
+    saved = jax.device_put(saved, jax.memory.Space.Device)
+    joined = jax.tree.map(lambda *leaves: jnp.stack(leaves), *saved)
+
+    def scatter(leaf, new):
+        return leaf.at[pages].set(new, mode="drop")
+
+    pools = [
+        jax.tree.map(lambda leaf, new, n=number: scatter(leaf, new[:, n]), pool, joined.pools)
+        for number, pool in enumerate((*cache.k, *cache.v))
+    ]
+    layers = len(cache.k)
+    tap = None if cache.tap is None else scatter(cache.tap, joined.tap)
+    return KVCache(tuple(pools[:layers]), tuple(pools[layers:]), tap)
+
+
+def _host_sharding(layout: Layout) -> Sharding:
+    sharding = layout.cache_sharding
+    if layout.mesh is not None:
+        sharding = NamedSharding(layout.mesh, PartitionSpec())
+    assert sharding is not None
+    return sharding.with_memory_kind("pinned_host")
+
+
+# Arrays -----------------------------------------------------------------------
+
+
+class HostPages:
+    """The pages in the slots of `HostTier`."""
+
+    def __init__(self, compiled: Mapping[Any, Any]):
+        """`compiled` has the programs."""
+        self._compiled = compiled
+        self._slots: dict[int, HostPage] = {}
+
+    def move(self, cache: KVCache, moves: Sequence[PageMove]) -> KVCache:
+        """Start these moves; returns the cache after them."""
+        for saves, some in itertools.groupby(moves, lambda move: move.saves):
+            rest = [*some]
+            while rest:
+                count = next(size for size in SIZES if size <= len(rest))
+                cache = self._call(cache, MoveProgram(saves, count), rest[:count])
+                rest = rest[count:]
+        return cache
+
+    def _call(self, cache: KVCache, program: MoveProgram, moves: Sequence[PageMove]) -> KVCache:
+        pages = np.array([move.page for move in moves], np.int32)
+        if not program.saves:
+            saved = tuple(self._slots[move.slot] for move in moves)
+            return self._compiled[program](cache, pages, saved)
+        for move in moves:  # the memory of those before comes free
+            self._slots.pop(move.slot, None)
+        saved = self._compiled[program](cache, pages)
+        self._slots.update(zip((move.slot for move in moves), saved, strict=True))
+        return cache
