@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import gc
 import logging
 import os
 import re
@@ -49,7 +50,8 @@ def compile_all[Program](
     workers = min(len(lowered), os.cpu_count() or 1)
     compiled: dict[Program, jax.stages.Compiled] = {}
     logged = _logged(compiled, len(lowered)) if bar.disable else contextlib.nullcontext()
-    with bar, logged, concurrent.futures.ThreadPoolExecutor(workers) as pool:
+    pool = concurrent.futures.ThreadPoolExecutor(workers)
+    with bar, logged, _uncollected(), pool:
         if on_progress is not None:
             on_progress(0, len(lowered))
         running = {pool.submit(compile_one, key, lower()): key for key, lower in lowered.items()}
@@ -67,6 +69,19 @@ def compile_all[Program](
                 on_progress(len(compiled), len(lowered))
     # Not in the order in which they finished: every process must run them in the same order.
     return {key: compiled[key] for key in lowered}
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Do without garbage collections while this lasts: tracing makes objects that stay, and looking
+    at all of them again and again takes a quarter of its time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 @contextlib.contextmanager

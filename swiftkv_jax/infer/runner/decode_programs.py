@@ -8,6 +8,7 @@ every token:  `run_lower_layers`  embed, lower layers
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from ...model.packed_attention import score_options
 from ..engine.constrained import HostDrafts
 from ..engine.sampler_output import SamplerOutput
 from ..engine.shapes import kv_programs
+from ..sampling.metadata import SamplingMetadata
 from ..sampling.penalties import update_token_counts, update_token_counts_of_blocks
 from ..sampling.sampler import apply_masks, sample, sample_greedy
 from .cached_layers import (
@@ -59,6 +61,7 @@ from .serving_form import Weights
 from .taps import decode_before
 
 
+@functools.partial(jax.jit, static_argnames=("config", "attention"), inline=True)
 def decode_logits(
     config: Config,
     weights: Weights,
@@ -207,13 +210,43 @@ def emit(
     masks: UInt32[Array, "B _"] | None = None,
 ) -> tuple[SamplerOutput, UInt16[Array, "S V"]]:
     """The next token of each sequence, of those that `masks` allow, and the counts with it."""
-
-    def counts():
-        return token_counts.at[slots].get(mode="clip")
-
     allowed = logits if masks is None else apply_masks(logits, masks)
-    sampled = sample(allowed, batch.sampling, counts, batch.length, reported=logits)
+    sampled = _sample(
+        allowed, logits, batch.sampling, batch.length, _counts_of_rows, token_counts, slots
+    )
     return sampled, update_token_counts(token_counts, slots, sampled.token, batch.remaining > 0)
+
+
+@functools.partial(jax.jit, static_argnames="counts", inline=True)
+def _sample(
+    allowed: Float[Array, "B V"],
+    logits: Float[Array, "B V"],
+    sampling: SamplingMetadata,
+    position: Int[Array, " B"],
+    counts: Callable[..., UInt16[Array, "B V"]],
+    *of_counts: Any,
+) -> SamplerOutput:
+    """`sample` of the `allowed` logits, with `counts(*of_counts)`."""
+    counted = functools.partial(counts, *of_counts)
+    return sample(allowed, sampling, counted, position, reported=logits)
+
+
+def _counts_of_rows(
+    token_counts: UInt16[Array, "S V"], slots: Int[Array, " B"]
+) -> UInt16[Array, "B V"]:
+    return token_counts.at[slots].get(mode="clip")
+
+
+def _counts_of_blocks(
+    token_counts: UInt16[Array, "S V"], slots: Int[Array, " B"], block: Block
+) -> UInt16[Array, "BT V"]:
+    """Token counts before each place of `block`: with the drafts up to it."""
+    width = block.tokens.shape[1]
+    new = repeated(_counts_of_rows(token_counts, slots), width)
+    tokens, drafted = repeated((block.tokens, block.drafted), width)
+    place = jnp.tile(jnp.arange(width), block.tokens.shape[0])[:, None]
+    counted = drafted & (jnp.arange(width) <= place)
+    return update_token_counts_of_blocks(new, jnp.arange(len(new)), tokens, counted)
 
 
 @functools.partial(
@@ -268,15 +301,6 @@ def decode(
         )
         width = drafting.width
         logits = logits.reshape(-1, logits.shape[-1])
-
-        def counts():
-            """Token counts before each place: with the drafts up to it."""
-            new = repeated(token_counts.at[slots].get(mode="clip"), width)
-            tokens, drafted = repeated((block.tokens, block.drafted), width)
-            place = jnp.tile(jnp.arange(width), block.tokens.shape[0])[:, None]
-            counted = drafted & (jnp.arange(width) <= place)
-            return update_token_counts_of_blocks(new, jnp.arange(len(new)), tokens, counted)
-
         if greedy:
             sampled = sample_greedy(logits)
         else:
@@ -284,7 +308,9 @@ def decode(
             if masks is not None:
                 allowed = apply_masks(logits, masks.reshape(len(logits), -1))
             position = block.position.reshape(-1)
-            sampled = sample(allowed, sampling, counts, position, reported=logits)
+            sampled = _sample(
+                allowed, logits, sampling, position, _counts_of_blocks, token_counts, slots, block
+            )
         token = sampled.token.reshape(block.tokens.shape)
         after, emitted = accepted(block, token, batch)
         if not greedy:

@@ -38,6 +38,7 @@ class DecodeBatch:
     # i32[B]; see `drafts.history_of`, -1 for a row without drafts; None without speculation
     history_offset: Leaf = None
 
+    @functools.partial(jax.jit, inline=True)
     def gather(self, slots: Int[Array, " B"]) -> DecodeBatch:
         """The sequences in these slots. A slot past the last is empty."""
         batch = jax.tree.map(lambda leaf: leaf.at[slots].get(mode="clip"), self)

@@ -255,17 +255,17 @@ def _reach(
     def narrow(carry):
         shift, found = carry
         found = found << _DIGIT
-        parts = [
-            jnp.where(key() >> shift < found[:, None] + digit, mass(), 0)
-            for digit in range(1, 1 << _DIGIT)
-        ]
+        above = (key() >> shift) - found[:, None]
+        masses = mass()
+        none = jnp.zeros_like(masses)
+        parts = [jax.lax.select(above < digit, masses, none) for digit in range(1, 1 << _DIGIT)]
         sums = jax.lax.reduce(
             parts,
             [jnp.int32(0)] * len(parts),
             lambda x, y: [a + b for a, b in zip(x, y, strict=True)],
             (1,),
         )
-        return shift - _DIGIT, found + sum((part < enough).astype(jnp.int32) for part in sums)
+        return shift - _DIGIT, found + (jnp.stack(sums) < enough).sum(axis=0, dtype=jnp.int32)
 
     highest = (bits - 1) // _DIGIT * _DIGIT
     begin = jnp.int32(highest), jnp.zeros(enough.shape, jnp.int32)
