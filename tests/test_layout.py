@@ -34,7 +34,7 @@ MODEL_FLOORS = [
     {"boundary_checks", "mesh_shape", "rope_config"},
     {"mesh"},
     {"attention", "config"},
-    {"cut", "param_rows", "rope"},
+    {"cut", "low_rank", "param_rows", "rope"},
     {"params"},
     {"batch", "initialization", "quantization", "stacks"},
     {"cache", "experts", "model", "sharding"},
@@ -45,7 +45,7 @@ MODEL_FLOORS = [
     {"transformer"},
 ]
 SERVER_FLOORS = [
-    {"errors", "options"},
+    {"errors", "lora_modules", "options"},
     {"protocol"},
     {"http", "text", "distributed"},
     {"bodies", "service"},

@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from ..errors import CheckpointError
+from ..model.config import Config
 from ..model.param_rows import EXPERT
 from .peft import LowRank, read_adapter
 from .source import Source
@@ -43,7 +44,7 @@ def with_adapter(base: Source, path: Path) -> Source:
             f"{base.path}: its matrices are {base.quantization}, and a sum would be rounded to "
             f"that again: merge the adapter into the model that it was quantised from"
         )
-    matrices = _placed(base, path)
+    matrices = placed_terms(base.config, path, has_delta=base.has_delta)
     deltas = TensorReader(matrices)
 
     def read(leaf: MappedLeaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
@@ -99,13 +100,12 @@ def _sum(
     return out
 
 
-def _placed(base: Source, path: Path) -> Mapping[str, LowRank]:
-    """Tensor of the checkpoint -> what is added to it. Raises `CheckpointError` for a module
-    without a place."""
+def placed_terms(config: Config, path: Path, *, has_delta: bool) -> Mapping[str, LowRank]:
+    """Tensor of a checkpoint of this architecture -> what the adapter in `path` adds to it. Raises
+    `CheckpointError` for a module without a place."""
     found = read_adapter(path)
-    config = base.config
     holders: dict[str, list[MappedLeaf]] = collections.defaultdict(list)
-    for leaf in leaves(config, delta=base.has_delta):
+    for leaf in leaves(config, delta=has_delta):
         for tensor in leaf.tensors:
             holders[tensor].append(leaf)
     placed: dict[str, LowRank] = {}
@@ -113,7 +113,7 @@ def _placed(base: Source, path: Path) -> Mapping[str, LowRank]:
     for module, matrix in found.items():
         tensor = f"{module}.weight"
         parts = holders[tensor]
-        upper = base.has_delta and any(leaf.is_teacher_qkv for leaf in parts)
+        upper = has_delta and any(leaf.is_teacher_qkv for leaf in parts)
         queries = {leaf.name for leaf in parts} == {"upper_qkv.q"} and not config.shared_kv_heads
         if not parts:
             problems["not in the model"].append(module)

@@ -73,6 +73,11 @@ class LowRank:
         b = read_block(self.b, (rows, whole)).astype(np.float32)
         out[...] = self.scaling * (b @ a)
 
+    def factors(self) -> tuple[np.ndarray, np.ndarray]:
+        """(A, scaling * B) in float32."""
+        a, b = (read_block(half, (slice(None), slice(None))) for half in (self.a, self.b))
+        return a.astype(np.float32), self.scaling * b.astype(np.float32)
+
 
 def read_adapter(path: Path) -> dict[str, LowRank]:
     """Module -> what the adapter adds to its matrix. Modules have the names that the text model by

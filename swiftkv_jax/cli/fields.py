@@ -45,6 +45,8 @@ class Flag:
     """Title of the group of this flag and the ones after it."""
     at_least: int | None = None
     """Smallest value that `check_minimums` accepts."""
+    several: bool = False
+    """True for a flag that takes several values at once, if it may be repeated."""
 
 
 def option[T](default: T, help: str, *, metadata: Mapping[str, Any] | None = None, **how: Any) -> T:
@@ -162,7 +164,9 @@ def _how(option: Option) -> dict[str, Any]:
     if flag.parse is not None:
         reader = functools.partial(_read, flag.parse)
     how = {"metavar": flag.metavar, "type": reader, "choices": choices}
-    return how if option.collects is None else how | {"action": "append"}
+    if option.collects is None:
+        return how
+    return how | ({"action": "extend", "nargs": "+"} if flag.several else {"action": "append"})
 
 
 def _read(parse: Callable[[str], Any], text: str) -> Any:

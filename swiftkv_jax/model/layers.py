@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from .attention import DEFAULT, Attention
 from .config import Activation, Config
 from .experts import mixture
+from .low_rank import Adapted
 from .mesh import FSDP, MODEL
 from .params import Block, Leaf, PromptMLP, ServingBlock
 from .quantization import (
@@ -82,7 +83,7 @@ def norm_of_sum(
     x: Float[Array, "*B D"],
     added: Float[Array, "*B D"] | None,
     scale: Float[Array, " D"] | None,
-    weight: Float[Array, "*W"] | Quantized | None,
+    weight: Float[Array, "*W"] | Quantized | Adapted | None,
 ) -> tuple[Float[Array, "*B D"], Float[Array, "*B D"] | QuantizedRows]:
     """(x + added, its `norm` as a product with `weight` takes it); of x where `added` is None."""
     if scale is not None:
@@ -113,7 +114,7 @@ def scaled(x: Float[Array, "*B"], factor: float) -> Float[Array, "*B"]:
 
 def project_heads(
     x: Float[Array, "B T D"] | QuantizedRows,
-    weight: Float[Array, "*N H D"] | Quantized,
+    weight: Float[Array, "*N H D"] | Quantized | Adapted,
     bias: Float[Array, "*N H"] | None,
 ) -> Float[Array, "B T *N H"]:
     """Projections to heads: queries, keys, values, or all of them."""

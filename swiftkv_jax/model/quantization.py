@@ -16,13 +16,14 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ..errors import UsageError
 from ..pallas_kernels.device import Device, current_device
 from ..pallas_kernels.eight_bits import to_eight_bits
 from ..pallas_kernels.fp8_product import choose_fp8_product, fp8_product
 from ..pallas_kernels.fp8_rows import NormOptions, choose_fp8_rows, fp8_norm, fp8_swiglu
+from .low_rank import Adapted, Terms
 from .params import Llama, Param, SwiftKV, map_params
 
 Format = Literal["fp8", "int8"]
@@ -153,14 +154,19 @@ def dequantize(weight: Quantized, dtype) -> Float[Array, "*shape"]:
 def product(
     spec: str,
     x: Float[Array, "*x"] | QuantizedRows,
-    weight: Array | Quantized,
+    weight: Array | Quantized | Adapted,
     dtype: Any = None,
 ) -> Float[Array, "*out"]:
-    """`jnp.einsum(spec, x, weight)`, of a plain matrix or a quantised one: in `dtype`, None that of
-    x.
+    """`jnp.einsum(spec, x, weight)`, of a plain matrix, a quantised or an adapted one: in `dtype`,
+    None that of x.
 
-    The scales are applied to the sums, in float32.
+    The scales are applied to the sums, in float32. What adapters add is no part of a quantised
+    matrix.
     """
+    if isinstance(weight, Adapted):
+        assert not isinstance(x, QuantizedRows), "adapters need the activations themselves"
+        added = [_low_rank(x, terms, weight.adapter) for terms in weight.terms]
+        return product(spec, x, weight.matrix, dtype) + jnp.concatenate(added, axis=-1)
     inputs, _, out = spec.partition("->")
     of_x, of_weight = inputs.split(",")
     if isinstance(x, QuantizedRows):
@@ -185,6 +191,17 @@ def product(
     summed = tuple(axis for axis, letter in enumerate(of_x) if letter not in out)
     rows = QuantizedRows(*to_eight_bits(x, summed, weight.scheme.dtype), x.dtype)
     return _eight_bit_product(of_x, of_weight, out, rows, weight, dtype)
+
+
+def _low_rank(
+    x: Float[Array, "B T I"], terms: Terms, adapter: Int[Array, "B _"]
+) -> Float[Array, "B T O"]:
+    """The part of a product with `x` that each row's adapter adds."""
+    count, rank, _ = terms.a.shape
+    inside = product("BTI,RI->BTR", x, terms.a.reshape(count * rank, -1))
+    number = jnp.repeat(jnp.arange(1, count + 1), rank)
+    inside = jnp.where(number == adapter[..., None], inside, 0)
+    return product("BTR,OR->BTO", inside, terms.b.reshape(-1, count * rank))
 
 
 def _eight_bit_product(
@@ -219,7 +236,7 @@ def _sums_of(dtype: Any) -> jnp.dtype:
 
 
 def quantized_swiglu(
-    gate_up: Float[Array, "*B M"], weight: Array | Quantized
+    gate_up: Float[Array, "*B M"], weight: Array | Quantized | Adapted
 ) -> QuantizedRows | None:
     """SiLU(gate) up of rows that have both side by side, for a product with `weight`; None where no
     kernel makes and quantises them at once."""
@@ -236,7 +253,7 @@ def quantized_norm(
     added: Float[Array, "*B D"] | None,
     scale: Float[Array, " D"],
     options: NormOptions,
-    weight: Array | Quantized | None,
+    weight: Array | Quantized | Adapted | None,
 ) -> tuple[Float[Array, "*B D"], QuantizedRows] | None:
     """(x + added, its norm for a product with `weight`), of x alone where `added` is None; None
     where no kernel makes and quantises the norm at once."""
@@ -297,14 +314,20 @@ def _row_product(x: Float[Array, "*x"], weight: Quantized) -> Float[Array, "*cha
 
 
 def as_matrix(weight: Any) -> Any:
-    """A matrix, plain or quantised, with the axes after the first merged into one."""
+    """A matrix, plain or quantised, with the axes after the first merged into one; adapted as it
+    was."""
+    if isinstance(weight, Adapted):
+        return dataclasses.replace(weight, matrix=as_matrix(weight.matrix))
     if isinstance(weight, Quantized):
         return dataclasses.replace(weight, values=as_matrix(weight.values))
     return weight.reshape(weight.shape[0], -1)
 
 
 def merge_outputs(weight: Any) -> Any:
-    """A matrix, plain or quantised, with the axes before the last merged into one."""
+    """A matrix, plain or quantised, with the axes before the last merged into one; adapted as it
+    was."""
+    if isinstance(weight, Adapted):
+        return dataclasses.replace(weight, matrix=merge_outputs(weight.matrix))
     if isinstance(weight, Quantized):
         return dataclasses.replace(
             weight, values=merge_outputs(weight.values), scale=weight.scale.ravel()

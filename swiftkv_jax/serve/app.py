@@ -22,6 +22,7 @@ from .errors import APIError, invalid, unsupported
 from .http.auth import Keys
 from .options import ServerOptions
 from .protocol import MAX_MESSAGES, ChatBody, TokenizeBody
+from .service.adapters import ServedAdapters
 from .service.service import Service
 from .text.grammar_process import CheckedCompiler
 from .text.grammars import GrammarQueue
@@ -42,6 +43,8 @@ class Loaded(NamedTuple):
     """Tokens/s, as measured before the first request; 0 if it is not known."""
     compiler: GrammarCompiler | None = None
     """Compiler for structured outputs; None refuses them."""
+    adapters: Mapping[str, str] = {}
+    """The engine's adapters, and the directory of each."""
     facts: Mapping[str, str] = {}
     """Facts on which draws depend besides the engine's options: the digest of the weights, the
     mesh, the kind of device."""
@@ -54,6 +57,7 @@ class App:
         self.options = options
         self.model_names = options.served_model_name or (model_name,)
         self.service = Service(options, self.model_names[0])
+        self.adapters = ServedAdapters(self.service, {}, 0)
         self.keys = Keys(options.api_keys)
         self.allowed_hosts = frozenset(host.lower() for host in options.allowed_hosts or ())
         self.created = int(time.time())
@@ -78,6 +82,8 @@ class App:
         template = str(getattr(tokenizer, "chat_template", None) or "")
         self.tokenizer = tokenizer
         self.sampling_defaults = loaded.sampling_defaults
+        places = engine.model_runner.shapes.num_adapters
+        self.adapters = ServedAdapters(self.service, loaded.adapters, places)
         self.max_body_size = self.options.body_limit(engine.max_model_len)
         self.scoring = options.scoring
         self.fingerprint = system_fingerprint(engine, loaded.facts)
@@ -107,13 +113,20 @@ class App:
 
     def check_model(self, name: str | None) -> None:
         """Raise `APIError` for a model that is not served. None is the one that is."""
-        if name is not None and name not in self.model_names:
+        if name is not None and name not in self.model_names and self.adapters.get(name) is None:
             raise APIError(
                 404,
                 "model_not_found",
                 f"the model {name!r} is not served here; {self.model_names[0]!r} is",
                 param="model",
             )
+
+    def adapter_of(self, name: str | None) -> str:
+        """`Request.adapter` of a request for this model; "" for the model itself. Raises `APIError`
+        for an adapter that was unloaded since `check_model`."""
+        self.check_model(name)
+        found = self.adapters.get(name)
+        return "" if found is None else found.engine_name
 
     async def encode_chat(
         self, body: ChatBody | TokenizeBody, salt: str, num_bytes: int, *, counting: bool = False

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..cli import parse_size
@@ -20,6 +21,7 @@ from ..cli.model_options import ModelOptions
 from ..infer.commands.chat_template import chat_template
 from ..infer.engine.options import EngineOptions
 from ..infer.engine.sampling_params import SamplingParams
+from .lora_modules import parse_lora_module
 from .options import ServerOptions
 
 OF_REQUESTS = (
@@ -36,6 +38,14 @@ class ServeCommand:
     chat_template: Path | None = chat_template(group="names and formats")
     enable_auto_tool_choice: bool = option(
         False, "accepted for command lines of vLLM; has no effect"
+    )
+    lora_modules: Mapping[str, str] = option(
+        {},
+        "LoRA adapters of PEFT that requests choose by these names as their model, with "
+        '--enable-lora; also in JSON, {"name", "path"}',
+        metavar="NAME=DIR",
+        parse=parse_lora_module,
+        several=True,
     )
     host: str = option("127.0.0.1", "address to listen on (default: %(default)s)", group="address")
     port: int = option(8000, "0 takes a free one (default: %(default)s)")
@@ -63,6 +73,11 @@ class EngineFeatures:
         names=("--no-structured-outputs",),
         group="optional features",
     )
+    enable_lora: bool = option(
+        False, "keep places for LoRA adapters that change no key or value of a prompt"
+    )
+    max_loras: int = option(4, "adapters at once (default: %(default)s)", metavar="N")
+    max_lora_rank: int = option(16, "largest rank of one (default: %(default)s)", metavar="N")
     scoring: bool = option(
         False,
         "log-probabilities of prompts: /v1/score, prompt_logprobs, and echo with logprobs",

@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import logging
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -30,6 +31,7 @@ from ..infer.structured.structured_outputs import GrammarCompiler
 from ..model.model import Model
 from ..process.distributed import announces_several
 from .arguments import EngineFeatures, ServeCommand
+from .lora_modules import check_lora_modules, load_lora_modules
 from .options import ServerOptions, is_loopback
 
 if TYPE_CHECKING:
@@ -60,8 +62,12 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError("`kv_events_config` has no events without `enable_prefix_caching`")
     sampling = given(SamplingParams, args)
     SamplingParams(**sampling)
+    if options.allow_runtime_lora is not None and not engine_options.enable_lora:
+        raise UsageError("`allow_runtime_lora` needs `enable_lora`")
     template = chat_template_text(command.chat_template)
+    modules: dict[str, Path] = {}
     from ..checkpoints.auxiliary import has_tokenizer
+    from ..checkpoints.hub import local_path
     from ..checkpoints.tokenizer import has_chat_template
     from . import processes, server  # after the look for their packages
 
@@ -86,10 +92,17 @@ def main(args: argparse.Namespace) -> int:
             model, mesh, chosen, model_options, on_compile=functools.partial(report, "compiling")
         )
         report("warming")
-        return server.Loaded(engine, tokenizer, defaults, warm(engine), compiler, facts)
+        adapters = load_lora_modules(engine, modules)
+        rate = warm(engine)
+        return server.Loaded(engine, tokenizer, defaults, rate, compiler, adapters, facts)
 
     def serve(load: processes.Load, followers: Followers | None = None) -> int:
-        files = open_model(model_options).auxiliary_files
+        source = open_model(model_options)
+        files = source.auxiliary_files
+        for name, path in command.lora_modules.items():
+            modules[name] = local_path(path, weights=False)
+        taken = options.served_model_name or (model_options.name,)
+        check_lora_modules(modules, engine_options, source.config, taken)
         if not has_tokenizer(files):
             raise UsageError("this checkpoint has no tokenizer: a server needs one")
         if template is None and not has_chat_template(files.contents):
@@ -165,6 +178,8 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
             f"`host`={command.host} can be reached from other machines: give `api_key` or "
             f"`api_key_file`, or say `insecure`"
         )
+    if fields.get("allow_runtime_lora") is not None and not fields["api_keys"]:
+        raise UsageError("`allow_runtime_lora` needs `api_key` or `api_key_file`")
     if "allowed_hosts" in fields or (loopback and command.uds is None):
         own = "localhost", "127.0.0.1", "[::1]", command.host
         fields["allowed_hosts"] = (*own, *fields.get("allowed_hosts", ()))

@@ -276,6 +276,12 @@ class ServerOptions:
         "`metrics` in answers: the times of the request",
         names=("--enable-per-request-metrics",),
     )
+    allow_runtime_lora: Path | None = option(
+        None,
+        "/v1/load_lora_adapter and /v1/unload_lora_adapter, for adapters below this directory; "
+        "with --enable-lora and a key",
+        metavar="DIR",
+    )
     page: bool = option(True, "no page at / to talk to the model", names=("--no-page", "--no-ui"))
     log_requests: bool = option(
         False,

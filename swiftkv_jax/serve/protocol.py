@@ -357,6 +357,15 @@ class DetokenizeBody(Body, kw_only=True):
     tokens: list[int]
 
 
+class LoadAdapterBody(Body, kw_only=True):
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapterBody(Body, kw_only=True):
+    lora_name: str
+
+
 class Pair(Object):
     context: str
     continuation: str

@@ -39,9 +39,11 @@ def test_logits_are_those_of_peft(case, tmp_path):
     np.testing.assert_allclose(logits(model)[:, -4:], expected, atol=2e-4, rtol=0)
 
 
-def adapter(path: Path, modules: dict[str, float], base=TIED, rank: int = 2, **fields) -> Path:
+def adapter(
+    path: Path, modules: dict[str, float], base=TIED, rank: int = 2, seed: int = 0, **fields
+) -> Path:
     """An adapter laid out as those that PEFT wrote, on modules of `base` -> size of B."""
-    numbers = np.random.default_rng(0)
+    numbers = np.random.default_rng(seed)
     found = load_file(base / "model.safetensors")
     arrays = {}
     for module, size in modules.items():

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import random
 from collections.abc import Iterator, MutableSequence, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -75,6 +76,7 @@ class MockModelRunner:
         self.rows: dict[int, Row] = {}
         self.calls: MutableSequence[str] = []
         self.random = random.Random(0)
+        self.adapters: dict[int, int] = {}
 
     def prepare(self) -> None:
         self.calls.append("prepare")
@@ -84,6 +86,14 @@ class MockModelRunner:
 
     def update_weights(self, model: Model, *, donate: bool) -> None:
         self.calls.append("update")
+
+    def read_adapter(self, path: Path) -> int:
+        """The folder's name is a number, which is added to those of the samples."""
+        return int(path.name)
+
+    def insert_adapter(self, number: int, adapter: int) -> None:
+        assert 1 <= number <= self.shapes.num_adapters
+        self.adapters[number] = adapter
 
     def is_idle(self) -> bool:
         return True
@@ -217,7 +227,8 @@ class MockModelRunner:
             for step in places if row.remaining else ():
                 self._write(state, pages, len(row.tokens) - 1, row.tokens[-1:])
                 self._check(state, pages, row.tokens, len(row.tokens) - 1)
-                token = next_token(row.tokens, sequence.index, ends)
+                sample = sequence.index + self.adapters.get(state.adapter, 0)
+                token = next_token(row.tokens, sample, ends)
                 if constrained is not None:
                     last = int((constrained.drafts.source[number] >= 0).sum())
                     column = call.width - 1 - last + step
@@ -301,6 +312,7 @@ def mock_engine(
     width: int = 1,
     first_tokens: bool = False,
     host_pages: int = 0,
+    num_adapters: int = 0,
     **options,
 ) -> tuple[Engine, MockModelRunner]:
     """With `exact_tail` the model keeps own keys and values."""
@@ -323,6 +335,7 @@ def mock_engine(
         widths=(width,) * (width > 1),
         first_tokens=first_tokens,
         host_pages=host_pages,
+        num_adapters=num_adapters,
     )
     runner = MockModelRunner(shapes, window)
     config = dataclasses.replace(

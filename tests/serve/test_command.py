@@ -19,6 +19,7 @@ from swiftkv_jax.infer.__main__ import main
 from swiftkv_jax.infer.commands.chat_template import chat_template_text, set_chat_template
 from swiftkv_jax.serve import arguments, command
 from swiftkv_jax.text.chat_template import render_chat
+from tests.checkpoints.test_adapters import adapter
 from tests.infer.conftest import CHAT_TEMPLATE
 from tests.serve.process import ROOT, SMALL, serving
 
@@ -29,7 +30,9 @@ def test_a_checkpoint_is_served_until_a_signal(checkpoint, tokenizer, greedy, tm
     keys.write_text("someone: first-key\n")
     template = tmp_path / "template.jinja"
     template.write_text(CHAT_TEMPLATE)
-    names = "--served-model-name", "tiny", "--api-key-file", str(keys)
+    names = ["--served-model-name", "tiny", "--api-key-file", str(keys)]
+    path = adapter(tmp_path / "lora", {"model.layers.1.mlp.down_proj": 1}, checkpoint)
+    names += ["--enable-lora", "--max-loras", "1", "--lora-modules", f"tenant={path}"]
     with serving(
         checkpoint, *SMALL, *names, "--chat-template", str(template), "--log-json"
     ) as server:
@@ -42,6 +45,8 @@ def test_a_checkpoint_is_served_until_a_signal(checkpoint, tokenizer, greedy, tm
         body = {"prompt": "the quick", "max_tokens": 7, "temperature": 0}
         answer = server.ask("/v1/completions", body | {"return_token_ids": True})
         assert answer["choices"][0]["token_ids"] == greedy(prompt, 7)
+        tenant = server.ask("/v1/completions", body | {"model": "tenant"})
+        assert tenant["model"] == "tenant" and tenant["choices"] != answer["choices"]
         chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
         one, two = (server.ask("/v1/chat/completions", chat | {"seed": 5}) for _ in range(2))
         assert one["choices"] == two["choices"] and one["usage"]["completion_tokens"] == 4

@@ -26,6 +26,7 @@ import numpy as np
 
 from ...errors import UsageError
 from ...model.config import Config
+from .adapters import Adapters
 from .cache_events import CacheEvents
 from .checks import check_ends, check_fits, check_request, own_start
 from .constrained import constrained_call
@@ -67,8 +68,7 @@ class Engine[R: ModelRunnerBase]:
         self.max_model_len = options.max_model_len or config.max_position_embeddings
         model_runner.prepare()
         shapes = model_runner.shapes
-        share = options.enable_prefix_caching
-        self._pools = page_pools(config, shapes, model_runner, share=share)
+        self._pools = page_pools(config, shapes, model_runner, share=options.enable_prefix_caching)
         self._scheduler = Scheduler(
             self._pools,
             shapes,
@@ -77,6 +77,7 @@ class Engine[R: ModelRunnerBase]:
         )
         self._calls = DecodeCalls(model_runner, self._scheduler, options.speculative)
         self._requests: dict[int, RequestState] = {}
+        self.adapters = Adapters(model_runner, self._requests)
         self._ids = itertools.count()
         self._sent: deque[Sent] = deque()
         self._scores: dict[int, Scores] = {}
@@ -200,6 +201,7 @@ class Engine[R: ModelRunnerBase]:
             check_ends(request, request.params.end_token_ids(self.eos_token_ids))
         own, head = own_start(request, self.config), self.config.exact_head
         state = RequestState(next(self._ids), request, own, head)
+        state.adapter = self.adapters.number_of(request.adapter)
         check_fits(state, self._pools[0], self.model_runner.shapes)
         self._requests[state.request_id] = state
         self._scheduler.add(state)
@@ -214,8 +216,7 @@ class Engine[R: ModelRunnerBase]:
             state.aborted.add(sample)
             if state.active_indices:
                 for sequence in list(state.sequences):
-                    unfinished = self._scheduler.is_unfinished(sequence)
-                    if sequence.index == sample and unfinished:
+                    if sequence.index == sample and self._scheduler.is_unfinished(sequence):
                         self._scheduler.finish(sequence, aborted=True)
                 return
         state.aborted.update(range(max(state.num_samples, 1)))
@@ -284,8 +285,7 @@ class Engine[R: ModelRunnerBase]:
         if scheduler.pending_removals:  # before their pages are written by other requests
             runner.remove_sequences(scheduler.pending_removals)
             scheduler.pending_removals.clear()
-        if grown:
-            runner.update_pages(grown)
+        runner.update_pages(grown)
         sent, goes_on = Sent(), False
         for _ in range(self.options.max_prefill_chunks or self._calls.steps):
             if (chunk := scheduler.schedule_prefill()) is None:

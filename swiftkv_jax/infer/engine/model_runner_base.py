@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .constrained import ConstrainedCall
 from .host_tier import HostMemory
@@ -34,6 +35,16 @@ class ModelRunnerBase(HostMemory, Protocol):
 
     def update_weights(self, model: Model, *, donate: bool) -> None:
         """Serve the weights of `model`. See `Engine.update_weights`; no sequence runs."""
+        ...
+
+    def read_adapter(self, path: Path) -> Any:
+        """Read an adapter for `insert_adapter`, in any thread. Raises `CheckpointError` and
+        `ConfigError`."""
+        ...
+
+    def insert_adapter(self, number: int, adapter: Any) -> None:
+        """Let the calls from now on find an adapter at a number from 1 on (`RequestState.adapter`),
+        at most `Shapes.num_adapters`. No sequence that runs has this number."""
         ...
 
     def remove_sequences(self, slots: Sequence[int]) -> None:

@@ -212,6 +212,11 @@ class EngineOptions:
     prefix_cache_host: int | None = None
     """Bytes of host memory for pages that the prefix cache has no room for on the device. They are
     loaded again where a prompt begins with their tokens. None: they are lost."""
+    enable_lora: bool = False
+    """Keep places for LoRA adapters of the upper layers (`Engine.adapters`), of which each request
+    names one or none, with `max_loras` places of `max_lora_rank`."""
+    max_loras: int = 4
+    max_lora_rank: int = 16
     scoring: bool = False
     """Compile the programs that a `ScoreRequest` needs."""
     sampling: bool = True
@@ -256,6 +261,8 @@ class EngineOptions:
             "prefix_cache_host",
             "page_size",
             "reserve_tokens",
+            "max_loras",
+            "max_lora_rank",
         ):
             value = getattr(self, name)
             least = 2 if name == "max_model_len" else 1

@@ -33,6 +33,8 @@ class RequestState:
         if none does."""
         self.exact_head = exact_head
         """`Config.exact_head`: prefill computes it."""
+        self.adapter = 0
+        """Number of its adapter (`Adapters`); 0 for none."""
         self.timing = Timing()
         self.prefill_token_ids: Sequence[int] = request.tokens
         """Tokens that exist before decoding: the prompt and, after a preemption, the tokens

@@ -48,6 +48,8 @@ class Request:
     prediction: Sequence[int] = ()
     """Token ids that the answer may consist of, in part or with changes: drafts are taken from them
     as from the prompt."""
+    adapter: str = ""
+    """Name of an adapter in `Engine.adapters`; "" runs the model itself."""
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -77,6 +79,8 @@ class ScoreRequest:
     cache_salt: str = ""
     page_keys: Sequence[bytes] | None = None
     """Keys of the full pages of `tokens`, as in `Request`."""
+    adapter: str = ""
+    """Name of an adapter, as in `Request`."""
 
     @property
     def num_samples(self) -> int:

@@ -82,6 +82,8 @@ class Shapes:
     speculation."""
     lookup: tuple[int, int] = (2, MAX_LOOKUP)
     """Fewest and most tokens of a match that drafts follow."""
+    num_adapters: int = 0
+    """Places for adapters; 0 for programs without any."""
 
     @property
     def history_size(self) -> int:

@@ -22,6 +22,7 @@ from ...pallas_kernels import Implementation
 from ...plan.hardware import hardware_of
 from ..engine.options import EngineOptions
 from ..engine.shapes import Shapes
+from .adapters import check_adapters, init_adapters
 from .choose_shapes import RIDGE_TOKENS, choose_shapes, with_contexts
 from .conversion import Conversion
 from .host_pages import num_host_pages
@@ -70,6 +71,8 @@ def build_model_runner(
         _check_own_kv(model, served)
     if options.quantize_activations:
         _check_int8(model)
+    if options.enable_lora:
+        check_adapters(model.config, served, mesh)
     dtype = cache_dtype(options.kv_cache_dtype, model.dtype)
     # All arrays are committed to their devices from the start, because a program compiled for
     # uncommitted arrays is a different one.
@@ -96,6 +99,9 @@ def build_model_runner(
         quantize_activations=options.quantize_activations,
     )
     weights = convert(model, donate=donate)
+    if options.enable_lora:
+        adapters = init_adapters(served, options, model.dtype, layout.replicated)
+        weights = dataclasses.replace(weights, adapters=adapters)
     # A caller that donates drops the model, also what was moved to a mesh and not deleted.
     kept_bytes = 0 if donate else bytes_kept(callers, weights)
     limit = memory_limit(device, options.memory_utilization)

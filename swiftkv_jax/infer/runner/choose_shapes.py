@@ -118,6 +118,7 @@ def choose_shapes(
         pages_per_own_page=config.pages_per_own_page,
         tail=_tail(config, preempts=options.reserve_tokens < length),
         first_tokens=platform in FIRST_TOKENS and dp_size == 1 and _first_tokens(config, options),
+        num_adapters=options.max_loras if options.enable_lora else 0,
     )
     if options.speculative is not None:
         shapes = with_widths(shapes, config, options.speculative)

@@ -128,7 +128,9 @@ def decode_logits(
             config, weights, x, tables, cache, write, read, attention, before=before
         )
     if kv == "boundary":
-        x = run_upper_layers(config, weights, x, tables, cache, read, attention)
+        x = run_upper_layers(
+            config, weights, x, tables, cache, read, attention, adapter=batch.adapter
+        )
     elif config.key_value_group_size > 1:
         position = length - rows.own_start  # among the tokens that keep their own
         own_last = position if width == 1 else last - batch.own_start

@@ -37,6 +37,7 @@ class DecodeBatch:
     own_page_table: Leaf = None  # i32[B, P, O]; `RequestState.own_pages`; None without them
     # i32[B]; see `drafts.history_of`, -1 for a row without drafts; None without speculation
     history_offset: Leaf = None
+    adapter: Leaf = None  # i32[B, 1]; see `RequestState`; None without adapters
 
     @functools.partial(jax.jit, inline=True)
     def gather(self, slots: Int[Array, " B"]) -> DecodeBatch:
@@ -121,6 +122,7 @@ def make_batch(
     sampling: Sequence[SamplingMetadata],
     own_start: Sequence[int] | None = None,
     history_offset: Sequence[int] | None = None,
+    adapters: Sequence[int] | None = None,
 ) -> DecodeBatch:
     """A batch in NumPy."""
     return DecodeBatch(
@@ -132,7 +134,44 @@ def make_batch(
         own_start=None if own_start is None else np.array(own_start, np.int32),
         own_page_table=page_tables.own_page_table,
         history_offset=None if history_offset is None else np.array(history_offset, np.int32),
+        adapter=None if adapters is None else np.array(adapters, np.int32)[:, None],
     )
+
+
+def batch_of(
+    sequences: Sequence[SequenceState],
+    shapes: Shapes,
+    eos_token_ids: Sequence[int],
+    history_offset: Sequence[int] | None,
+) -> DecodeBatch:
+    """The batch of sequences whose prompts are cached, in NumPy."""
+    states = [sequence.request_state for sequence in sequences]
+    own_start = [state.own_start for state in states]
+    adapters = [state.adapter for state in states]
+    return make_batch(
+        tokens=[state.prefill_token_ids[-1] for state in states],
+        lengths=[state.prefill_target for state in states],
+        remaining=[sequence.num_remaining_tokens for sequence in sequences],
+        page_tables=page_tables(sequences, shapes),
+        sampling=[sampling_of(sequence, eos_token_ids) for sequence in sequences],
+        own_start=own_start if shapes.has_own_start else None,
+        history_offset=history_offset,
+        adapters=adapters if shapes.num_adapters else None,
+    )
+
+
+def decode_rows(
+    sequences: Sequence[SequenceState], shapes: Shapes
+) -> tuple[list[list[int]], int, np.ndarray]:
+    """(slots of each shard, rows of the smallest call for them, row of each sequence)."""
+    slots: list[list[int]] = [[] for _ in range(shapes.dp_size)]
+    rows = []
+    for sequence in sequences:
+        dp_rank = sequence.request_state.dp_rank
+        rows.append((dp_rank, len(slots[dp_rank])))
+        slots[dp_rank].append(sequence.slot)
+    size = shapes.size_of(max(map(len, slots)))
+    return slots, size, np.array([dp_rank * size + row for dp_rank, row in rows])
 
 
 def empty_batch(count: int, shapes: Shapes) -> DecodeBatch:
@@ -147,6 +186,8 @@ def empty_batch(count: int, shapes: Shapes) -> DecodeBatch:
         batch = dataclasses.replace(batch, own_page_table=own_table)
     if shapes.widths:
         batch = dataclasses.replace(batch, history_offset=zeros)
+    if shapes.num_adapters:
+        batch = dataclasses.replace(batch, adapter=zeros[:, None])
     return batch
 
 

@@ -43,7 +43,9 @@ def first_token(
     lengths = jnp.where(active, batch.length + 1, 0)
     cache = state.cache
     read = pool_reader(config, weights, cache, batch.page_table, lengths, attention=attention)
-    x = run_upper_layers(config, weights, x[:, None], tables, cache, read, attention)
+    x = run_upper_layers(
+        config, weights, x[:, None], tables, cache, read, attention, adapter=batch.adapter
+    )
     logits = unembed(config, weights, x)[:, 0]
     sampled, token_counts = emit(logits, batch, slots, state.token_counts)
     batch = state.batch.scatter(slots, batch.advance(sampled.token))

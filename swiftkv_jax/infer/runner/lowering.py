@@ -20,6 +20,7 @@ from ...pallas_kernels import Implementation
 from ..engine.constrained import HostDrafts
 from ..engine.grammar import mask_words
 from ..engine.shapes import Shapes, has_own_start
+from .adapters import insert_adapter, no_adapter
 from .decode_programs import copy_pages, decode
 from .decode_state import PageTables, insert_row, insert_sequences, update_page_tables
 from .drafts import Drafting
@@ -102,9 +103,9 @@ class DecodeProgram:
         return f"{self.kind} decode of {self.rows} sequences{steps}"
 
 
-StateUpdate = Literal["insert", "page_tables", "token_counts", "history", "copy"]
+StateUpdate = Literal["insert", "page_tables", "token_counts", "history", "copy", "adapter"]
 """The programs that write sequences, page tables, token counts, text or pages into the decode
-state."""
+state, and adapters into the weights."""
 
 FirstToken = Literal["first_token"]
 """The program that goes on from a chunk to the first token of a prompt."""
@@ -197,6 +198,11 @@ def lower_all(
     if state.history is not None:
         row = ints(shapes.history_size)
         add("history", insert_row, state.history, ints(), row)
+    if weights.adapters:
+        one = jax.tree.map(
+            lambda leaf: layout.array(leaf.shape, leaf.dtype), no_adapter(weights.adapters)
+        )
+        add("adapter", insert_adapter, weights.adapters, ints(), one)
     pages = ints(shapes.dp_size * COPY_PAGES)
     add("copy", copy_pages, served, pages, pages, state.cache, attention=attention)
     for program, function, operands in move_programs(layout, shapes):
@@ -255,7 +261,8 @@ def _upper(layout: Layout, shapes: Shapes, tokens: int) -> UpperTokens:
         _tiles(layout, shapes, tokens, tiles, own=True) if shapes.pages_per_own_page else None
     )
     every = _tiles(layout, shapes, tokens, tiles)
-    return UpperTokens(ids, ids, ids, every, own_start, own_tiles)
+    adapter = ids if shapes.num_adapters else None
+    return UpperTokens(ids, ids, ids, every, own_start, own_tiles, adapter)
 
 
 def _tiles(

@@ -9,6 +9,7 @@ import itertools
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -25,10 +26,11 @@ from ..engine.request_state import Chunk, SequenceState
 from ..engine.sampler_output import AsyncOutput, SamplerOutput
 from ..engine.shapes import DecodeCall, Shapes
 from ..sampling.penalties import token_counts_of
+from .adapters import no_adapter, read_adapter
 from .choose_shapes import with_smaller_cache
 from .compilation import CompileCounter, compile_all
 from .conversion import Conversion
-from .decode_state import DecodeBatch, empty_batch, make_batch, page_tables, sampling_of
+from .decode_state import DecodeBatch, batch_of, decode_rows, empty_batch, page_tables
 from .drafts import history_of
 from .exit import wait_at_exit, wait_for
 from .host_pages import WARM_UP, HostPages
@@ -138,9 +140,19 @@ class ModelRunner:
 
     def update_weights(self, model: Model, *, donate: bool) -> None:
         """See `ModelRunnerBase`."""
-        model = self._convert.placed(model)
+        model, adapters = self._convert.placed(model), self.weights.adapters
         del self.weights  # their memory is that of the next ones
-        self.weights = self._convert(model, donate=donate)
+        weights = self._convert(model, donate=donate)
+        self.weights = dataclasses.replace(weights, adapters=adapters)
+
+    def read_adapter(self, path: Path) -> Any:
+        """See `ModelRunnerBase`."""
+        return read_adapter(self._convert.shapes.config, path, self.weights.adapters)
+
+    def insert_adapter(self, number: int, adapter: Any) -> None:
+        """See `ModelRunnerBase`."""
+        adapters = self._compiled["adapter"](self.weights.adapters, np.int32(number - 1), adapter)
+        self.weights = dataclasses.replace(self.weights, adapters=adapters)
 
     def wait(self) -> None:
         """Wait for all calls in flight and for copies to the host; their errors are dropped."""
@@ -195,6 +207,8 @@ class ModelRunner:
             if self.shapes.widths:
                 row, _ = history_of([], [], [], self.shapes.history_size)
                 self._insert_row("history", 0, row)
+            if self.shapes.num_adapters:
+                self.insert_adapter(1, no_adapter(self.weights.adapters))
             self._write("page_tables", [], page_tables([], self.shapes))
         jax.block_until_ready(self._state)
         self.wide_costs = measure_wide_costs(self.shapes, self._fill, self._decode)
@@ -216,18 +230,8 @@ class ModelRunner:
     def add_sequences(self, sequences: Sequence[SequenceState]) -> None:
         """See `ModelRunnerBase`."""
         for some in itertools.batched(sequences, INSERT_SEQUENCES):
-            states = [sequence.request_state for sequence in some]
-            own_start = [state.own_start for state in states]
             offsets = [self._insert_history(sequence) for sequence in some if self.shapes.widths]
-            batch = make_batch(
-                tokens=[state.prefill_token_ids[-1] for state in states],
-                lengths=[state.prefill_target for state in states],
-                remaining=[sequence.num_remaining_tokens for sequence in some],
-                page_tables=page_tables(some, self.shapes),
-                sampling=[sampling_of(sequence, self.eos_token_ids) for sequence in some],
-                own_start=own_start if self.shapes.has_own_start else None,
-                history_offset=offsets or None,
-            )
+            batch = batch_of(some, self.shapes, self.eos_token_ids, offsets or None)
             self._write("insert", [sequence.slot for sequence in some], batch)
         for sequence in sequences:
             if sequence.params.has_penalty:
@@ -263,7 +267,7 @@ class ModelRunner:
 
     def run_decode(self, sequences: Sequence[SequenceState], call: DecodeCall) -> AsyncOutput:
         """See `ModelRunnerBase`."""
-        slots, size, index = self._decode_rows(sequences)
+        slots, size, index = decode_rows(sequences, self.shapes)
         plain = all(sequence.params.is_plain_greedy for sequence in sequences)
         # A wide program has the steps of `Shapes.wide_call`, and is none of a single step.
         single = call.width == 1 and call.steps != self.shapes.decode_steps
@@ -273,23 +277,10 @@ class ModelRunner:
 
     def run_decode_constrained(self, call: ConstrainedCall) -> AsyncOutput:
         """See `ModelRunnerBase`."""
-        slots, size, index = self._decode_rows(call.sequences)
+        slots, size, index = decode_rows(call.sequences, self.shapes)
         program = DecodeProgram(size, "constrained", single_step=True, width=call.width)
         operands = call.operands(self.shapes.dp_size * size, index)
         return AsyncOutput(self._decode(program, slots, **operands), index)
-
-    def _decode_rows(
-        self, sequences: Sequence[SequenceState]
-    ) -> tuple[list[list[int]], int, np.ndarray]:
-        """(slots of each shard, rows of the smallest call for them, row of each sequence)."""
-        slots: list[list[int]] = [[] for _ in range(self.shapes.dp_size)]
-        rows = []
-        for sequence in sequences:
-            dp_rank = sequence.request_state.dp_rank
-            rows.append((dp_rank, len(slots[dp_rank])))
-            slots[dp_rank].append(sequence.slot)
-        size = self.shapes.size_of(max(map(len, slots)))
-        return slots, size, np.array([dp_rank * size + row for dp_rank, row in rows])
 
     def is_idle(self) -> bool:
         """See `ModelRunnerBase`."""
@@ -322,6 +313,7 @@ class ModelRunner:
                 tokens=program.upper_tokens,
                 tiles=shapes.tiles(program.upper_tokens)[-1],
                 own_start=shapes.has_own_start,
+                adapters=shapes.num_adapters > 0,
                 pages_per_own_page=shapes.pages_per_own_page,
                 **common,
             )

@@ -80,6 +80,7 @@ class UpperTokens:
     # values, at offsets in own pages. `page` is W O, `page_table` W P O; positions count from
     # `own_start`, and `tile_index` is -1 for the other tokens.
     own_tiles: QueryTiles | None = None
+    adapter: Leaf = None  # i32[A, M]; see `RequestState`; None without adapters
 
 
 @struct.dataclass
@@ -174,13 +175,15 @@ def pack_upper(
     context_pages: int | None,
     own_start: bool = False,
     pages_per_own_page: int = 0,
+    adapters: bool = False,
 ) -> UpperTokens:
     """The tokens of the same chunk that run through all layers, `tokens` and `tiles` on each shard;
-    `own_start` says whether each request's `own_start` is needed, `pages_per_own_page` is that of
-    `Shapes`."""
+    `own_start` says whether each request's `own_start` is needed, and `adapters` whether its
+    `adapter` is; `pages_per_own_page` is that of `Shapes`."""
     index = np.zeros((len(shards), tokens), np.int32)
     target = np.full((len(shards), tokens), -1, np.int32)
     num_logprobs = np.full_like(target, -1)
+    adapter = np.zeros_like(target)
     layout = _TileBuilder(len(shards), tokens, tiles, page_size, table_pages)
     own = _TileBuilder(len(shards), tokens, tiles, page_size, table_pages, pages_per_own_page)
     for dp_rank, shard in enumerate(shards):
@@ -193,6 +196,7 @@ def pack_upper(
                 stop = at + len(positions)
                 first = packed_at + positions.start - scheduled.start
                 index[dp_rank, at:stop] = np.arange(first, first + len(positions))
+                adapter[dp_rank, at:stop] = state.adapter
                 if isinstance(state.request, ScoreRequest) and (scored := scheduled.scored):
                     following = state.prefill_token_ids[scored.start + 1 : scored.stop + 1]
                     target[dp_rank, stop - len(scored) : stop] = following
@@ -204,7 +208,15 @@ def pack_upper(
             packed_at += scheduled.num_tokens
     starts = layout.own_start() if own_start else None
     own_tiles = own.tiles() if pages_per_own_page else None
-    return UpperTokens(index, target, num_logprobs, layout.tiles(), starts, own_tiles)
+    return UpperTokens(
+        index,
+        target,
+        num_logprobs,
+        layout.tiles(),
+        starts,
+        own_tiles,
+        adapter if adapters else None,
+    )
 
 
 class _TileBuilder:

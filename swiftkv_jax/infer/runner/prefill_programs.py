@@ -116,7 +116,9 @@ def score_chunk(
     if kv_programs(config) == "boundary":
         x, tables = _upper_input(x, tables, scored)
         read = _reader(config, scored.tiles, chunk.gathered_pages, attention)
-        x = run_upper_layers(config, weights, x, tables, cache, read, attention)
+        x = run_upper_layers(
+            config, weights, x, tables, cache, read, attention, adapter=scored.adapter
+        )
     else:
         x, cache = _run_upper_own(config, weights, chunk, scored, x, tables, cache, attention)
 

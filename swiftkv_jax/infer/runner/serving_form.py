@@ -22,6 +22,7 @@ from ...model.boundary import prompt_projections
 from ...model.config import Config, GeneratedKV
 from ...model.cut import choose_generated_kv
 from ...model.decoder_layers import delta_queries, with_queries
+from ...model.low_rank import LayerAdapters
 from ...model.model import Model
 from ...model.params import (
     QKV,
@@ -71,6 +72,7 @@ class Weights:
     """Projections of `Config.prompt_attention_layers`; no queries where `upper_q` has them."""
     prompt_mlp: tuple[PromptMLP, ...] = ()  # of the same layers
     k_tap: Leaf = None  # P K H D, with `Config.boundary_taps` only
+    adapters: tuple[LayerAdapters, ...] = ()  # of the upper layers, with `enable_lora` only
 
 
 def served_config(
@@ -91,8 +93,7 @@ def served_config(
     heads = None
     if config.has_two_caches and config.shared_kv_heads is not None:
         heads = (tuple(range(config.num_kv_heads)),) * config.num_upper_layers
-    config = dataclasses.replace(config, shared_kv_heads=heads)
-    return with_kv_head_copies(config, mesh)
+    return with_kv_head_copies(dataclasses.replace(config, shared_kv_heads=heads), mesh)
 
 
 def serve_model(
@@ -354,8 +355,7 @@ class _Shapes:
     """`ShapeDtypeStruct` with the shardings that the arrays have."""
 
     def unstack(self, leaf):
-        count, *shape = leaf.shape
-        return (_moved(leaf, shape, slice(1, None)),) * count
+        return (_moved(leaf, leaf.shape[1:], slice(1, None)),) * leaf.shape[0]
 
     def stack(self, *leaves):
         first = leaves[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -58,10 +59,11 @@ _DRAFT_STATS = (
 """Counters of drafts: name, field of `DraftStats`, description."""
 
 
-def exposition(service: Service, accept: str) -> tuple[bytes, str]:
-    """(text, content type): Prometheus' format, or OpenMetrics where that is accepted."""
+def exposition(service: Service, accept: str, lora_facts: Mapping[str, str]) -> tuple[bytes, str]:
+    """(text, content type): Prometheus' format, or OpenMetrics where that is accepted. `lora_facts`
+    are `ServedAdapters.facts`."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(service))  # type: ignore[arg-type]
+    registry.register(_Collector(service, lora_facts))  # type: ignore[arg-type]
     try:
         encode, content_type = choose_encoder(accept)
     except Exception:  # of its parser, for a header that it does not understand
@@ -99,8 +101,8 @@ def _of_tiers(tiers: Sequence[TierCounts], prefix: PrefixStats) -> Iterator[Row]
 class _Collector:
     """A collector of prometheus_client."""
 
-    def __init__(self, service: Service):
-        self._service = service
+    def __init__(self, service: Service, lora_facts: Mapping[str, str]):
+        self._service, self._lora_facts = service, lora_facts
         self._values = (service.model_name, "0")
 
     def describe(self) -> list[Any]:
@@ -113,6 +115,9 @@ class _Collector:
         if self._service.is_open:
             engine = self._service.engine
             yield self._info("vllm:cache_config_info", "The KV cache.", self._service.cache_facts)
+            if self._lora_facts:  # readers of several servers look for the latest
+                text, now = "Adapters of requests, and the time.", time.time()
+                yield self._info("vllm:lora_requests_info", text, self._lora_facts, now)
             yield self._histogram(engine.iteration_tokens)
             for row in self._of_engine(engine.snapshot, self._service.admission):
                 yield self._family(*row)
@@ -198,10 +203,10 @@ class _Collector:
             family.add_metric([*self._values, one], count)
         return family
 
-    def _info(self, name: str, text: str, facts: Mapping[str, str]) -> Metric:
-        """Facts, as labels of the number 1."""
+    def _info(self, name: str, text: str, facts: Mapping[str, str], value: float = 1) -> Metric:
+        """Facts, as labels of a number."""
         family = Gauge(name, text, labels=[*LABELS, *facts])
-        family.add_metric([*self._values, *facts.values()], 1)
+        family.add_metric([*self._values, *facts.values()], value)
         return family
 
     def _histogram(self, found: Histogram) -> Metric:

@@ -56,6 +56,7 @@ class _Asked[B: ChatBody | CompletionBody]:
         check_prompt_logprobs(body, scoring=app.scoring)
         self.predicted = predicted_text(body, possible=app.service.num_speculative_tokens > 0)
         self.salt = salt_of(app, exchange, body.cache_salt)
+        self.adapter = app.adapter_of(body.model)
 
     async def form(self, tool_format: ToolFormat | None) -> Form:
         """The form that the body asks for. Schemas of a megabyte take a tenth of a second to read.
@@ -97,6 +98,7 @@ class _Asked[B: ChatBody | CompletionBody]:
             top_logprobs=top_logprobs,
             cache_salt=self.salt,
             page_keys=prompt.page_keys or None,
+            adapter=self.adapter,
         )
         return EngineRequest(request, prompt)
 
@@ -143,6 +145,7 @@ class _Asked[B: ChatBody | CompletionBody]:
                 grammar=matcher,
                 speculative=body.speculative is not False,
                 prediction=prediction,
+                adapter=self.adapter,
             )
             part = EngineRequest(request, prompt, grammar_param=form.param)
             for index in range(number * params.n, (number + 1) * params.n):

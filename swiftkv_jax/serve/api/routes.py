@@ -22,7 +22,17 @@ from ... import __version__
 from ..app import App
 from ..errors import APIError, internal, printable
 from ..http.exchange import ClientGone, HTTPExchange, Receive, Scope, Send
-from ..protocol import Body, ChatBody, CompletionBody, DetokenizeBody, ScoreBody, TokenizeBody
+from ..protocol import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    LoadAdapterBody,
+    ScoreBody,
+    TokenizeBody,
+    UnloadAdapterBody,
+)
+from .adapters import load_adapter, unload_adapter
 from .exposition import exposition
 from .generate import chat, completion
 from .message_bodies import CountTokensBody, MessagesBody
@@ -200,7 +210,7 @@ async def load(app: App, exchange: HTTPExchange) -> None:
 
 async def metrics(app: App, exchange: HTTPExchange) -> None:
     accept = exchange.headers.get(b"accept", b"").decode("latin-1")
-    await exchange.send_bytes(200, *exposition(app.service, accept))
+    await exchange.send_bytes(200, *exposition(app.service, accept, app.adapters.facts()))
 
 
 async def schema(app: App, exchange: HTTPExchange) -> None:
@@ -213,7 +223,7 @@ def _schema() -> dict[str, Any]:
 
 
 async def models(app: App, exchange: HTTPExchange) -> None:
-    cards = [_card(app, name) for name in app.model_names]
+    cards = [_card(app, name) for name in (*app.model_names, *app.adapters.names())]
     await exchange.send_json(200, {"object": "list", "data": cards})
 
 
@@ -228,13 +238,14 @@ def _card(app: App, name: str) -> dict[str, Any]:
     if app.service.is_open:
         found["max_model_len"] = app.service.max_model_len
         found["has_chat_template"] = bool(app.tokenizer.chat_template)
+    adapter = app.adapters.get(name)
     return {
         "id": name,
         "object": "model",
         "created": app.created,
         "owned_by": "swiftkv-jax",
-        "root": app.model_names[0],
-        "parent": None,
+        "root": app.model_names[0] if adapter is None else adapter.root,
+        "parent": None if adapter is None else app.model_names[0],
         "default_max_tokens": app.options.default_max_tokens,
         "permission": [],
     } | found
@@ -311,6 +322,20 @@ ROUTES = (
         "GET",
         tokenizer_info,
         "Special tokens and chat template, with --enable-tokenizer-info",
+    ),
+    ServerRoute(
+        "/v1/load_lora_adapter",
+        "POST",
+        load_adapter,
+        "Load an adapter, with --allow-runtime-lora",
+        LoadAdapterBody,
+    ),
+    ServerRoute(
+        "/v1/unload_lora_adapter",
+        "POST",
+        unload_adapter,
+        "Unload one, with --allow-runtime-lora",
+        UnloadAdapterBody,
     ),
     ServerRoute("/health", "GET", health, "The process answers", public=True),
     ServerRoute("/ready", "GET", ready, "Requests are taken", public=True),

@@ -51,10 +51,11 @@ async def _parts(
         raise invalid("pairs", f"`pairs` must have 1 to {MAX_PROMPTS} entries")
     if not 0 <= top <= MAX_LOGPROBS:
         raise invalid("top_logprobs", f"`top_logprobs`={top} must be from 0 to {MAX_LOGPROBS}")
-    salt = salt_of(app, exchange, None)
+    salt, adapter = salt_of(app, exchange, None), app.adapter_of(body.model)
 
     def work() -> list[EngineRequest]:
-        return [_part(app, number, pair, top, salt) for number, pair in enumerate(body.pairs)]
+        pairs = enumerate(body.pairs)
+        return [_part(app, number, pair, top, salt, adapter) for number, pair in pairs]
 
     parts = await app.encoder.in_thread(work, num_bytes)
     entries = sum(len(part.request.tokens) - part.request.start for part in parts)  # type: ignore[union-attr]
@@ -65,7 +66,7 @@ async def _parts(
     return parts
 
 
-def _part(app: App, number: int, pair: Pair, top: int, salt: str) -> EngineRequest:
+def _part(app: App, number: int, pair: Pair, top: int, salt: str, adapter: str) -> EngineRequest:
     param = f"pairs[{number}]"
     try:
         before, after = encode_pair(app.tokenizer, pair.context, pair.continuation)
@@ -82,6 +83,7 @@ def _part(app: App, number: int, pair: Pair, top: int, salt: str) -> EngineReque
         top_logprobs=top,
         cache_salt=salt,
         page_keys=keys,
+        adapter=adapter,
     )
     return EngineRequest(request, Prompt(ids, keys, None))
 

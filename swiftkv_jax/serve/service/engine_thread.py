@@ -6,10 +6,12 @@ over one mesh it sends all of that to the others first, and then applies it itse
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from ...errors import UsageError
 from ...infer.engine.cache_events import CacheEvent
@@ -69,6 +71,7 @@ class EngineThread:
         self._followers = followers
         self._submitted: collections.deque[tuple[int, Request | ScoreRequest]] = collections.deque()
         self._aborted: collections.deque[tuple[int, int | None]] = collections.deque()
+        self._calls: collections.deque[Callable[[], None]] = collections.deque()
         self._wake = threading.Event()
         self._stopping = False
         self._ids: dict[int, int] = {}
@@ -112,6 +115,26 @@ class EngineThread:
         """End a request, or one of its samples. Does nothing for one that has ended."""
         self._aborted.append((request_id, sample))
         self._wake.set()
+
+    def read_adapter(self, path: Path) -> Any:
+        """`Adapters.read` of the engine."""
+        return self._engine.adapters.read(path)
+
+    def call[T](self, work: Callable[[Engine], T]) -> concurrent.futures.Future[T]:
+        """The result of `work` in the engine's thread, between two steps and after the requests
+        that were submitted before. Not with `followers`."""
+        assert self._followers is None
+        found = concurrent.futures.Future[T]()
+
+        def run() -> None:
+            try:
+                found.set_result(work(self._engine))
+            except Exception as error:  # the caller's
+                found.set_exception(error)
+
+        self._calls.append(run)
+        self._wake.set()
+        return found
 
     @property
     def stalled_seconds(self) -> float:
@@ -164,6 +187,7 @@ class EngineThread:
     def _take_commands(self) -> list[Event]:
         """Aborts come first: what leaves makes room. They are taken out of their queue before the
         submissions, so the request that one names is known, or among those, or has ended."""
+        calls = [self._calls.popleft() for _ in range(len(self._calls))]
         aborted = [self._aborted.popleft() for _ in range(len(self._aborted))]
         submitted = dict(self._submitted.popleft() for _ in range(len(self._submitted)))
         self._num_taken += len(submitted)
@@ -190,6 +214,8 @@ class EngineThread:
             self._ids[request_id], self._names[name] = name, request_id
             samples = request.params.n if isinstance(request, Request) else 1
             self._unfinished[request_id] = set(range(samples))
+        for run in calls:
+            run()
         return events
 
     def _step(self) -> list[Event]:

@@ -204,6 +204,11 @@ class Service:
     def num_admitted(self) -> int:
         return len(self._admitted)
 
+    def adapters_of_requests(self, *, waiting: bool) -> set[str]:
+        """Adapters of requests that are not over: `waiting` of those that the engine has not."""
+        parts = (part for one in self._admitted for part in one.parts if not part.is_ended)
+        return {part.request.adapter for part in parts if (part.engine_id < 0) == waiting} - {""}
+
     @property
     def _has_room_in_engine(self) -> bool:
         """True if the engine needs one more request."""

@@ -31,7 +31,8 @@ SERVE = """--host --port --uds --root-path --ssl-certfile --ssl-keyfile --served
     --write-timeout --shutdown-timeout --stall-timeout --keep-alive-timeout --shutdown-delay
     --sse-keep-alive --default-max-tokens --max-tokens-limit
     --no-page --log-json --log-requests --max-log-len --enable-per-request-metrics
-    --kv-events-config""".split()
+    --kv-events-config --enable-lora --lora-modules --max-loras --max-lora-rank
+    --allow-runtime-lora""".split()
 DISTRIBUTION = """--temperature --top-k --top-p --min-p --repetition-penalty --presence-penalty
     --frequency-penalty""".split()
 SAMPLING = [

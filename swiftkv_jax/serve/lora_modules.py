@@ -1,0 +1,58 @@
+"""The adapters that a server has from its start: `--lora-modules`, as vLLM takes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:  # the flags of the command are parsed without NumPy
+    from ..infer.engine.engine import Engine
+    from ..infer.engine.options import EngineOptions
+    from ..model.config import Config
+
+_KEYS = {"name", "path", "base_model_name"}
+
+
+def parse_lora_module(text: str) -> tuple[str, str]:
+    """(name, path) of NAME=PATH, or of a JSON object with `name` and `path`. Raises
+    `UsageError`."""
+    name, equals, path = text.partition("=")
+    if text.lstrip().startswith("{"):
+        try:
+            fields = json.loads(text)
+        except ValueError as error:
+            raise UsageError(f"{text!r} is not JSON: {error}") from None
+        name, path, equals = fields.get("name"), fields.get("path"), fields.keys() <= _KEYS
+    if not (equals and name and path and isinstance(name, str) and isinstance(path, str)):
+        raise UsageError(f'{text!r} is not NAME=PATH, or {{"name": "NAME", "path": "PATH"}}')
+    return name, path
+
+
+def check_lora_modules(
+    modules: Mapping[str, Path], options: EngineOptions, config: Config, taken: Collection[str]
+) -> None:
+    """Raise `UsageError` and `CheckpointError` for adapters that a model of this architecture could
+    not be served with, before it is loaded. `taken` are the names of the model."""
+    from ..checkpoints.upper_adapters import read_upper_adapter
+
+    if modules and not options.enable_lora:
+        raise UsageError("`lora_modules` needs `enable_lora`")
+    if len(modules) > options.max_loras:
+        message = f"{len(modules)} `lora_modules` are more than `max_loras`={options.max_loras}"
+        raise UsageError(message)
+    for name, path in modules.items():
+        if name in taken:
+            raise UsageError(f"`lora_modules`: {name!r} is the name of the model")
+        if config.num_upper_layers:  # else the engine is refused
+            read_upper_adapter(config, path, max_rank=options.max_lora_rank, dtype="float32")
+
+
+def load_lora_modules(engine: Engine, modules: Mapping[str, Path]) -> dict[str, str]:
+    """Load the adapters. Returns the path of each."""
+    for name, path in modules.items():
+        engine.adapters.load(name, path)
+    return {name: str(path) for name, path in modules.items()}

@@ -1,0 +1,278 @@
+"""Adapters beside the weights: answers are those of the models that they are merged into, on one
+prefix cache, and they come and go without a compilation."""
+
+import dataclasses
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import swiftkv_jax as skv
+from swiftkv_jax.errors import CheckpointError, UsageError
+from swiftkv_jax.infer.engine.engine import Engine
+from swiftkv_jax.infer.engine.options import SpeculativeConfig
+from swiftkv_jax.infer.engine.requests import Request, ScoreRequest
+from swiftkv_jax.infer.engine.sampling_params import SamplingParams
+from swiftkv_jax.infer.runner.build import build_model_runner
+from swiftkv_jax.model.mesh import make_mesh
+from tests import tiny
+from tests.checkpoints.test_adapters import adapter
+from tests.infer.engine.mock_requests import check_empty, drain
+from tests.infer.engine.test_engine import LENGTH, model, options
+from tests.infer.mock_model_runner import continuation, mock_engine
+
+ALL = ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+MADE: list[tuple[list[str], dict[str, Any]]] = [
+    (ALL, {"rank": 4}),
+    (["self_attn.q_proj"], {}),
+    (["self_attn.q_proj", "self_attn.q_proj_swiftkv"], {"rank": 1}),
+    *(([module], {"rank": 3}) for module in ALL[1:]),
+    (ALL, {"use_rslora": True, "alpha_pattern": {"up_proj": 1}}),
+]
+"""Modules of an adapter, on each upper layer, and its other fields."""
+TENANTS = [f"tenant-{number}" for number in range(len(MADE))]
+Answer = tuple[list[int], np.ndarray]
+"""Tokens, and their log-probabilities."""
+DOCUMENT = np.random.default_rng(0).integers(61, size=41).tolist()
+"""Ten pages of four, and the token that is decoded first."""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """Three layers, one of them lower."""
+    path = tmp_path_factory.mktemp("base") / "model"
+    skv.save_hf(model(), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def folders(base, tmp_path_factory) -> dict[str, Path]:
+    path = tmp_path_factory.mktemp("adapters")
+    found = {}
+    for seed, (name, (modules, fields)) in enumerate(zip(TENANTS, MADE, strict=True)):
+        sizes = {f"model.layers.{layer}.{one}": 0.2 for layer in (1, 2) for one in modules}
+        found[name] = adapter(path / name, sizes, base, seed=seed, **fields)
+    return found
+
+
+def engine_with(**fields: Any) -> Engine:
+    """With a program for the first token of a prompt that is alone, as on a GPU."""
+    chosen = options(max_num_seqs=9, chunks=(16,), decode_rows=(9,), **fields)
+    runner = build_model_runner(model(), chosen)
+    first = chosen.speculative is None
+    runner.shapes = dataclasses.replace(runner.shapes, first_tokens=first)
+    return Engine(runner, config=runner.config, eos_token_ids=(), options=chosen)
+
+
+@pytest.fixture(scope="module")
+def engine(folders) -> Engine:
+    found = engine_with(enable_lora=True, max_loras=8, max_lora_rank=4)
+    for name, path in folders.items():
+        found.adapters.load(name, path)
+    return found
+
+
+class Oracle:
+    """Log-probabilities by whole forward passes of the merged models."""
+
+    def __init__(self, base: Path, folders: dict[str, Path]):
+        self._models = {"": model()}
+        self._models |= {name: skv.load(base, adapter=path) for name, path in folders.items()}
+
+    def check(self, name: str, tokens, start: int, found: Answer, *, greedy: bool = True) -> None:
+        """`found` are those from `start` on; with `greedy` each is the likeliest."""
+        padded = np.zeros((1, LENGTH), np.int32)
+        padded[0, : len(tokens)] = tokens
+        logits = skv.logits(self._models[name], padded)[0, start - 1 : len(tokens) - 1]
+        every = np.asarray(jax.nn.log_softmax(logits))
+        expected = every[np.arange(len(every)), tokens[start:]]
+        np.testing.assert_allclose(found[1], expected, atol=1e-4)
+        if greedy:
+            np.testing.assert_allclose(expected, every.max(-1), atol=1e-4)
+
+    def check_answer(self, request: Request, found: Answer) -> None:
+        tokens, greedy = [*request.prompt, *found[0]], not request.params.temperature
+        assert len(found[0]) == request.params.max_tokens
+        self.check(request.adapter, tokens, len(request.prompt), found, greedy=greedy)
+
+
+@pytest.fixture(scope="module")
+def oracle(base, folders) -> Oracle:
+    return Oracle(base, folders)
+
+
+def ask(name: str, prompt: Sequence[int] = DOCUMENT, **fields: Any) -> Request:
+    params = SamplingParams(**{"max_tokens": 7, "ignore_eos": True, "logprobs": 0} | fields)
+    return Request(prompt, params, adapter=name)
+
+
+def run(engine: Engine, requests) -> list[Answer]:
+    tokens: list[list[int]] = [[] for _ in requests]
+    logprobs: list[list[float]] = [[] for _ in requests]
+    for number, output in engine.run(requests):
+        tokens[number] += output.token_ids
+        logprobs[number] += [one.logprob for one in output.logprobs or ()]
+    return [(ids, np.array(values)) for ids, values in zip(tokens, logprobs, strict=True)]
+
+
+def assert_same(found: Answer, expected: Answer) -> None:
+    assert found[0] == expected[0]
+    np.testing.assert_allclose(found[1], expected[1], atol=1e-4)
+
+
+def test_eight_tenants_read_one_document(engine, oracle):
+    """It is prefilled once, for all and for requests without an adapter; half of the answers are
+    draws."""
+    engine.reset_stats()
+    requests = [
+        ask(name, temperature=number % 2, seed=number) for number, name in enumerate([*TENANTS, ""])
+    ]
+    found = run(engine, requests[:1]) + run(engine, requests[1:])
+    assert engine.prefix_stats.hits == 8 * 40 and engine.stats.prefilled_tokens == 40
+    for request, answer in zip(requests, found, strict=True):
+        oracle.check_answer(request, answer)
+    assert len({tuple(logprobs) for _, logprobs in found}) == 9
+    # What one has answered is in the cache for the others.
+    longer = ask(TENANTS[4], [*DOCUMENT, *found[0][0]])
+    engine.reset_stats()
+    oracle.check_answer(longer, run(engine, [longer])[0])
+    assert engine.prefix_stats.hits == 44
+    assert engine.stats.compilations == 0
+
+
+def test_scores(engine, oracle):
+    """Of two texts in one chunk."""
+    requests = [ScoreRequest(DOCUMENT[at : at + 7], 2, adapter=TENANTS[at]) for at in (0, 7)]
+    for request, found in zip(requests, run(engine, requests), strict=True):
+        oracle.check(request.adapter, request.tokens, 2, found, greedy=False)
+
+
+@pytest.mark.long
+def test_drafts(folders, oracle):
+    engine = engine_with(enable_lora=True, max_lora_rank=4, speculative=SpeculativeConfig())
+    for name in TENANTS[:4]:
+        engine.adapters.load(name, folders[name])
+    requests = [ask(name, DOCUMENT[:9] * 3, max_tokens=20) for name in ["", *TENANTS[:4]]]
+    for request, found in zip(requests, run(engine, requests), strict=True):
+        oracle.check_answer(request, found)
+    assert engine.stats.speculation.accepted_tokens
+
+
+def test_a_name_is_given_to_another_adapter_while_requests_run(engine, folders):
+    """The request goes on with the one that it was queued with, and its place is not given away
+    before it has ended."""
+    first, second = TENANTS[0], TENANTS[3]
+    expected = run(engine, [ask(first), ask(second)])
+    engine.adapters.unload(second)
+    running, tokens = engine.add_request(ask(first)), []
+    for _ in range(2):
+        tokens += [token for output in engine.step() for token in output.token_ids]
+    engine.adapters.unload(first)
+    with pytest.raises(UsageError, match="'tenant-0' is not loaded"):
+        engine.add_request(ask(first))
+    engine.adapters.load(first, folders[second])
+    with pytest.raises(UsageError, match="all 8 places for adapters are in use: unload one and"):
+        engine.adapters.load(second, folders[second])
+    changed = engine.add_request(ask(first))
+    outputs = {running: tokens, changed: []}
+    for output in drain(engine):
+        outputs[output.request_id] += output.token_ids
+    assert [outputs[running], outputs[changed]] == [tokens for tokens, _ in expected]
+    engine.adapters.unload(first)
+    for name in (first, second):
+        engine.adapters.load(name, folders[name])
+    assert_same(run(engine, [ask(second)])[0], expected[1])
+    assert sorted(engine.adapters.names) == sorted(TENANTS)
+    check_empty(engine)
+
+
+def test_loading_compiles_nothing_and_leaks_nothing(engine, folders, compilations):
+    """In one place, the smaller after the larger: nothing of it stays."""
+    expected = run(engine, [ask(TENANTS[5])])
+    gc.collect()
+    before = len(jax.live_arrays())
+    for name in (TENANTS[0], TENANTS[5]) * 10:
+        engine.adapters.unload(TENANTS[5])
+        engine.adapters.load(TENANTS[5], folders[name])
+    gc.collect()
+    assert len(jax.live_arrays()) == before
+    assert_same(run(engine, [ask(TENANTS[5])])[0], expected[0])
+    assert not compilations
+
+
+def test_weights_are_updated_below_adapters(engine, base, folders):
+    """Those of the model itself change, the adapters stay."""
+    before = run(engine, [ask(TENANTS[0]), ask("")])
+    engine.update_weights(skv.load(base, adapter=folders[TENANTS[0]]))
+    assert_same(run(engine, [ask("")])[0], before[0])
+    engine.update_weights(skv.load(base))
+    assert_same(run(engine, [ask(TENANTS[0])])[0], before[0])
+
+
+def test_a_place_is_kept_for_a_request_that_waits_again():
+    """The pages suffice for one of two; the one that was preempted ends with its adapter, unloaded
+    meanwhile."""
+    engine, _ = mock_engine(num_pages=12, reserve_tokens=4, num_adapters=2)
+    for name in ("10", "20"):
+        engine.adapters.load(name, Path(name))
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    ids = {
+        engine.add_request(Request([5, 6, 7], params, adapter=name)): name for name in ("10", "20")
+    }
+    outputs: dict[int, list[int]] = {number: [] for number in ids}
+    while not engine.stats.preemptions:
+        for output in engine.step():
+            outputs[output.request_id] += output.token_ids
+    engine.adapters.unload("20")
+    with pytest.raises(UsageError, match="all 2 places"):
+        engine.adapters.load("30", Path("30"))
+    for output in drain(engine):
+        outputs[output.request_id] += output.token_ids
+    for number, name in ids.items():
+        assert outputs[number] == continuation([5, 6, 7], 30, int(name), ends=False)
+    engine.adapters.load("30", Path("30"))
+
+
+def test_what_an_engine_refuses(engine, base, folders, tmp_path):
+    for load, text in [
+        (lambda: engine.adapters.load(TENANTS[0], folders[TENANTS[0]]), "is loaded already"),
+        (lambda: engine.adapters.load("", folders[TENANTS[0]]), "'' is not the name of an"),
+        (lambda: engine.adapters.unload("other"), "'other' is not loaded"),
+        (lambda: mock_engine()[0].adapters.load("1", Path("1")), "takes no adapters"),
+        (lambda: mock_engine()[0].adapters.read(Path("1")), "takes no adapters"),
+    ]:
+        with pytest.raises(UsageError, match=text):
+            load()
+    names, lower = (
+        engine.adapters.names,
+        adapter(tmp_path / "a", {"model.layers.0.mlp.up_proj": 1}, base),
+    )
+    engine.adapters.unload(TENANTS[0])
+    with pytest.raises(CheckpointError, match="merge this one while the model loads"):
+        engine.adapters.load("lower", lower)
+    engine.adapters.load(TENANTS[0], folders[TENANTS[0]])
+    assert sorted(engine.adapters.names) == sorted(names)
+
+
+@pytest.mark.parametrize(
+    "fields, swiftkv, shape, text",
+    [
+        ({}, False, None, "in the upper layers of SwiftKV, and this model runs without"),
+        ({"generated_kv": "own"}, True, None, "needs `generated_kv`=boundary"),
+        ({}, True, "1x2", "runs on one device; one adapter can be merged at load"),
+    ],
+)
+def test_what_is_refused_at_the_start(fields, swiftkv, shape, text):
+    mesh = None if shape is None else make_mesh(shape)
+    with pytest.raises(UsageError, match=text):
+        build_model_runner(model(), options(enable_lora=True, **fields), swiftkv=swiftkv, mesh=mesh)
+
+
+def test_a_student_that_mixes_values_is_refused():
+    hf = tiny.hf_config(key_value_group_size=2, shared_kv_heads=[[1, 0]] * 4)
+    with pytest.raises(UsageError, match="mix shared values"):
+        build_model_runner(tiny.model_of(hf, tiny.tensors_for(hf)), options(enable_lora=True))
