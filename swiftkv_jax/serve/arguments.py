@@ -89,6 +89,12 @@ class EngineFeatures:
         metavar="SIZE",
         parse=parse_size,
     )
+    prefix_cache_dir: Path | None = option(
+        None, "folder for files of these pages, which a later server finds", metavar="DIR"
+    )
+    prefix_cache_disk: int | None = option(
+        None, "size of those files together, such as 20g", metavar="SIZE", parse=parse_size
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

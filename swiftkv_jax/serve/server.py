@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -176,7 +177,7 @@ async def serve(
             await asyncio.sleep(0.2)  # errors are sent
         server.should_exit = True
         await web
-        return await _stop_engine(app, followers)
+        return await _stop_engine(app, followers, stopping.deadline)
     finally:
         server.should_exit = True
         if app.service.kv_events is not None:
@@ -202,9 +203,9 @@ def _load_all(app: App, load: Callable[[Report], Loaded]) -> Loaded:
     return found
 
 
-async def _stop_engine(app: App, followers: Followers | None) -> int:
+async def _stop_engine(app: App, followers: Followers | None, deadline: float) -> int:
     """End the engine's thread and the pools; returns the exit code. If something does not end in
-    time, the process does, here."""
+    time, the process does, here. The prefix cache is written to disk until `deadline`."""
     failure = app.service.failure
     code = OK
     if failure is not None:
@@ -214,6 +215,9 @@ async def _stop_engine(app: App, followers: Followers | None) -> int:
         if not isinstance(failure, ConnectionError):
             faulthandler.dump_traceback(all_threads=True)
         end(code or ERROR, followers)  # the step that hangs will not end
+    if failure is None:
+        persist = functools.partial(app.service.engine.persist, deadline - time.monotonic())
+        await asyncio.get_running_loop().run_in_executor(None, persist)
     if not app.close() or (followers is not None and code):
         end(code, followers)  # else threads, or processes that have ended, were waited for
     return code
@@ -226,6 +230,8 @@ class _Stopping:
         self._app = app
         self._signals = 0
         self._first, self._second = asyncio.Event(), asyncio.Event()
+        self.deadline = 0.0
+        """`time.monotonic()` at which the time for a shutdown is over."""
 
     def signal(self) -> None:
         self._signals += 1
@@ -248,6 +254,7 @@ class _Stopping:
         logger.info("shutting down: %d requests are unfinished", service.num_admitted)
         service.state = "draining"
         service.stop_reading()
+        self.deadline = time.monotonic() + options.shutdown_timeout
         await _first(options.shutdown_timeout, self._second.wait(), service.idle.wait())
         if not service.idle.is_set():
             service.abort_all()

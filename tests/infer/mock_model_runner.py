@@ -14,6 +14,7 @@ from swiftkv_jax.infer.engine.constrained import ConstrainedCall
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.host_tier import PageMove
 from swiftkv_jax.infer.engine.options import EngineOptions
+from swiftkv_jax.infer.engine.page_store import FINGERPRINT_BYTES, PageStore
 from swiftkv_jax.infer.engine.request_state import Chunk, RequestState, SequenceState
 from swiftkv_jax.infer.engine.requests import ScoreRequest
 from swiftkv_jax.infer.engine.sampler_output import REJECTED, AsyncOutput, SamplerOutput
@@ -64,6 +65,38 @@ class Row:
     remaining: int
 
 
+class MockHostPages:
+    """`HostPagesBase` of tokens."""
+
+    def __init__(self, size: int):
+        self.slots: dict[int, np.ndarray] = {}
+        self.store: PageStore | None = None
+        self.weights = b"the first weights"
+        self._size = size
+
+    def get(self, slot: int) -> np.ndarray:
+        return self.slots[slot]
+
+    def put(self, slot: int, page: np.ndarray) -> None:
+        self.slots[slot] = page
+
+    def fingerprint(self) -> bytes:
+        return self.weights[:FINGERPRINT_BYTES]
+
+    def open(self, folder: Path, limit: int = 2**30) -> PageStore:
+        """A store of these pages."""
+        fingerprint = self.fingerprint()
+        self.store = PageStore(
+            folder, limit, fingerprint, encode=lambda page: [page], decode=self._decode
+        )
+        return self.store
+
+    def _decode(self, content: memoryview) -> np.ndarray:
+        if len(content) != 8 * self._size:
+            raise ValueError("not a page")
+        return np.frombuffer(content, np.int64)
+
+
 class MockModelRunner:
     """`ModelRunnerBase` in plain Python. A read of a page that holds other tokens than those of its
     request is an `AssertionError`."""
@@ -72,7 +105,7 @@ class MockModelRunner:
         self.shapes, self.window = shapes, window
         self.wide_costs = (1.0,) * len(shapes.widths)
         self.pages = np.full((shapes.dp_size, shapes.num_pages, shapes.page_size), -1)
-        self.host: dict[int, np.ndarray] = {}
+        self.host_pages = MockHostPages(shapes.page_size)
         self.rows: dict[int, Row] = {}
         self.calls: MutableSequence[str] = []
         self.random = random.Random(0)
@@ -102,9 +135,9 @@ class MockModelRunner:
         for saves, page, slot in moves:
             assert 0 <= slot < self.shapes.host_pages
             if saves:
-                self.host[slot] = self.pages[0, page].copy()
+                self.host_pages.put(slot, self.pages[0, page].copy())
             else:
-                self.pages[0, page] = self.host[slot]
+                self.pages[0, page] = self.host_pages.get(slot)
 
     def remove_sequences(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -313,9 +346,10 @@ def mock_engine(
     first_tokens: bool = False,
     host_pages: int = 0,
     num_adapters: int = 0,
+    folder: Path | None = None,
     **options,
 ) -> tuple[Engine, MockModelRunner]:
-    """With `exact_tail` the model keeps own keys and values."""
+    """With `exact_tail` the model keeps own keys and values. `folder` is for files of pages."""
     least = -(-chunk // page_size)
     tiles = tiles or least + 3
     shapes = Shapes(
@@ -338,6 +372,8 @@ def mock_engine(
         num_adapters=num_adapters,
     )
     runner = MockModelRunner(shapes, window)
+    if folder is not None:
+        runner.host_pages.open(folder)
     config = dataclasses.replace(
         CONFIG,
         layer_kinds=(LayerKind(window=window),),

@@ -41,6 +41,23 @@ def test_what_was_admitted_ends_before_the_server(start):
         assert events[-1] == "[DONE]" and events[-2]["choices"][0]["finish_reason"] == "length"
 
 
+def test_a_server_goes_on_from_what_the_one_before_wrote(start, tmp_path):
+    engine = {"num_pages": 72, "host_pages": 200, "folder": tmp_path}
+    body = BODY | {"prompt": "abcd" * 25, "max_tokens": 4}
+    cached, pages, texts = [], [], []
+    for _ in range(2):
+        running = start(engine=engine)
+        status, answer = running.post("/v1/completions", body)
+        assert status == 200
+        texts.append(answer["choices"][0]["text"])
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        pages.append(running.app.service.engine.snapshot.load.tiers[1].pages)
+        running.stop()
+        running.check_end()
+        running.runner.host_pages.store.close()
+    assert cached == [0, 96] and texts[0] == texts[1] and pages[1] >= 24
+
+
 def test_before_it_drains_it_may_tell_balancers(start):
     """`/ready` fails, and what they still send is answered."""
     running = start(shutdown_delay=0.4)

@@ -33,7 +33,7 @@ from .constrained import constrained_call
 from .model_runner_base import ModelRunnerBase
 from .options import EngineOptions
 from .outputs import Scores, Sent, failed_output, sequence_output
-from .page_pool import PrefixStats, page_pools
+from .page_pool import PrefixStats, page_pools, record_events
 from .request_state import Chunk, RequestState, SequenceState
 from .requests import NOT_FINITE, Request, RequestOutput, ScoreRequest
 from .run import Run
@@ -68,12 +68,10 @@ class Engine[R: ModelRunnerBase]:
         self.max_model_len = options.max_model_len or config.max_position_embeddings
         model_runner.prepare()
         shapes = model_runner.shapes
-        self._pools = page_pools(config, shapes, model_runner, share=options.enable_prefix_caching)
+        self._pools = page_pools(config, shapes, options, model_runner)
+        reserve = max(options.reserve_tokens, shapes.most_new_tokens)
         self._scheduler = Scheduler(
-            self._pools,
-            shapes,
-            reserve_tokens=max(options.reserve_tokens, shapes.most_new_tokens),
-            max_skips=max_skips,
+            self._pools, shapes, reserve_tokens=reserve, max_skips=max_skips
         )
         self._calls = DecodeCalls(model_runner, self._scheduler, options.speculative)
         self._requests: dict[int, RequestState] = {}
@@ -149,10 +147,7 @@ class Engine[R: ModelRunnerBase]:
     def record_cache_events(self) -> CacheEvents:
         """Start recording what enters and leaves the prefix cache. Events are kept until the caller
         drains them."""
-        events = CacheEvents(self.model_runner.shapes.page_size)
-        for pool in self._pools:
-            pool.events = events
-        return events
+        return record_events(self._pools)
 
     def update_weights(self, model: Model, *, donate: bool = False) -> None:
         """Serve other values: `model` has the same config, shapes and dtypes as the one before.
@@ -167,6 +162,12 @@ class Engine[R: ModelRunnerBase]:
         for pool in self._pools:
             pool.clear()
 
+    def persist_prefix_cache(self, seconds: float) -> None:
+        """Write what the prefix cache holds to `EngineOptions.prefix_cache_dir`, in so many seconds
+        at most; pages that are in use are left out."""
+        for pool in self._pools:
+            pool.persist(seconds)
+
     @property
     def pages_in_use(self) -> int:
         """Pages that requests hold; 0 when all have ended."""
@@ -180,8 +181,7 @@ class Engine[R: ModelRunnerBase]:
     @property
     def waiting_request_ids(self) -> list[int]:
         """Requests of which nothing has been planned."""
-        waiting = self._scheduler.waiting
-        return [state.request_id for state in waiting if not state.num_preemptions]
+        return [one.request_id for one in self._scheduler.waiting if not one.num_preemptions]
 
     @property
     def num_running(self) -> int:

@@ -1,19 +1,26 @@
 """The host tier of the prefix cache: which pages that have left the device are in host memory.
 
-This is the index; the model runner has the bytes. Moves of pages are planned in an order in which
-they can run: a page is saved before it is written anew, and its slot is written anew only after it
-has been loaded. The runner starts them in that order without waiting for any.
+This is the index; the model runner has the bytes, and `PageStore` writes and reads their files.
+Moves of pages are planned in an order in which they can run: a page is saved before it is written
+anew, and its slot is written anew only after it has been loaded. The runner starts them in that
+order without waiting for any.
 """
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from .page_store import MAX_UNWRITTEN, PageStore
 
 LOADS_PER_CHUNK = 64
 """Most pages that are loaded before a chunk of prefill; the others of a prefix follow in the next
 ones, so that no decode call waits for all of a long one."""
+
+READ_SECONDS = 0.002
+"""Time for which a step without other work waits for the disk."""
 
 
 class PageMove(NamedTuple):
@@ -37,10 +44,34 @@ class TierCounts(NamedTuple):
     """Pages that were copied to it."""
     loaded: int
     """Pages that were copied back."""
+    misses: Mapping[str, int]
+    """Pages that could not be read or written, by the reason."""
+
+
+class HostPagesBase(Protocol):
+    """Pages in host memory."""
+
+    store: PageStore | None
+    """Their files; None without `EngineOptions.prefix_cache_dir`."""
+
+    def get(self, slot: int) -> Any:
+        """The page in a slot, for `store` to write."""
+        ...
+
+    def put(self, slot: int, page: Any) -> None:
+        """Put a page that `store` has read into a slot."""
+        ...
+
+    def fingerprint(self) -> bytes:
+        """A digest of all that the bytes of a page depend on besides its tokens."""
+        ...
 
 
 class HostMemory(Protocol):
     """The part of a model runner that holds the bytes."""
+
+    @property
+    def host_pages(self) -> HostPagesBase: ...
 
     def move_pages(self, moves: Sequence[PageMove]) -> None:
         """Start copies of pages, in this order and before all that is sent later."""
@@ -71,6 +102,8 @@ class HostTier:
         self._loading: dict[int, bytes] = {}
         self._held: set[bytes] = set()
         self._moves: list[PageMove] = []
+        self._unwritten: list[tuple[bytes, int]] = []
+        self._reading: set[bytes] = set()
         self._room = loads_per_chunk
 
     def __contains__(self, key: bytes) -> bool:
@@ -81,8 +114,16 @@ class HostTier:
         return len(self._slot_of)
 
     @property
-    def counts(self) -> TierCounts:
-        return TierCounts("host", len(self), self.saved, self.loaded)
+    def store(self) -> PageStore | None:
+        """The disk tier behind it, if there is one."""
+        return self._memory.host_pages.store
+
+    @property
+    def counts(self) -> list[TierCounts]:
+        found = [TierCounts("host", len(self), self.saved, self.loaded, {})]
+        if (store := self.store) is not None:
+            found.append(TierCounts("disk", len(store), store.saved, store.loaded, store.misses))
+        return found
 
     def save(self, key: bytes, page: int) -> bool:
         """Keep a page of the device that will be written anew. Returns False if all slots are
@@ -94,6 +135,7 @@ class HostTier:
         if (slot := self._new_slot(key)) is None:
             return False
         self._moves.append(PageMove(True, page, slot))
+        self._unwritten.append((key, slot))
         self.saved += 1
         return True
 
@@ -141,15 +183,76 @@ class HostTier:
         """Start the moves that are planned, before anything else is sent to the device. There is
         room for the loads of the next chunk then."""
         self._room = self.loads_per_chunk
-        if self._moves:
-            self._memory.move_pages(self._moves)
-            self._moves = []
+        self._start_moves()
+
+    def _start_moves(self) -> None:
+        if not self._moves:
+            return
+        self._memory.move_pages(self._moves)
+        self._moves = []
+        if (store := self.store) is not None:
+            for key, slot in self._unwritten:
+                if self._slot_of.get(key) == slot:
+                    store.write(key, self._memory.host_pages.get(slot))
+        self._unwritten = []
 
     def clear(self) -> list[bytes]:
-        """Forget all pages; returns their keys."""
+        """Forget all pages, for the weights have changed; returns their keys."""
         keys = [*self._slot_of]
         self._free += self._slot_of.values()
         self._slot_of.clear()
         self._loading.clear()
         self._held.clear()
+        self._reading.clear()
+        if (store := self.store) is not None:
+            store.fingerprint = self._memory.host_pages.fingerprint()
         return keys
+
+    # Disk ---------------------------------------------------------------------
+
+    def fetch(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Begin to read pages from disk, as many as there are slots; returns their keys."""
+        assert self.store is not None
+        wanted = {*keys[: len(self._slot_of) + len(self._free)]}
+        for key in keys:
+            if key in wanted and key not in self._reading:
+                self._reading.add(key)
+                self.store.read(key)
+        return wanted
+
+    def is_reading(self, key: bytes) -> bool:
+        return key in self._reading
+
+    def take_read(self, *, wait: bool) -> None:
+        """Give slots to the pages that have been read. With `wait` wait for one, if any is read."""
+        if not self._reading:
+            return
+        assert self.store is not None
+        if wait:
+            self.store.wait_read(READ_SECONDS)
+        found = self.store.take_read()
+        if found:
+            self._start_moves()  # those that are planned are of what is in the slots now
+        for key, page in found:
+            self._reading.discard(key)
+            if page is not None and key not in self._slot_of:
+                if (slot := self._new_slot(key)) is not None:
+                    self._memory.host_pages.put(slot, page)
+
+    def persist(self, pages: Iterable[tuple[bytes, int]], seconds: float) -> None:
+        """Write pages (key, page of the device) and those in host memory to disk, in that order,
+        unless they are there. After so many seconds the rest is left."""
+        if (store := self.store) is None:
+            return
+        deadline = time.monotonic() + seconds
+        for key, page in pages:
+            if not store.wait_written(MAX_UNWRITTEN // 2, deadline):
+                return
+            if key not in store:
+                self.save(key, page)
+                self.flush()
+        for key, slot in reversed([*self._slot_of.items()]):
+            if not store.wait_written(MAX_UNWRITTEN // 2, deadline):
+                return
+            store.write(key, self._memory.host_pages.get(slot))
+        store.wait_written(0, deadline)

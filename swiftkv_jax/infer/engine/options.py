@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from pathlib import Path
 
 from ...cli import parse_size, token_count
 from ...cli.fields import option
@@ -212,6 +213,11 @@ class EngineOptions:
     prefix_cache_host: int | None = None
     """Bytes of host memory for pages that the prefix cache has no room for on the device. They are
     loaded again where a prompt begins with their tokens. None: they are lost."""
+    prefix_cache_dir: Path | None = None
+    """Folder, of this engine alone, for files of these pages, which later engines find. None: there
+    are no files."""
+    prefix_cache_disk: int | None = None
+    """Bytes that these files may take."""
     enable_lora: bool = False
     """Keep places for LoRA adapters of the upper layers (`Engine.adapters`), of which each request
     names one or none, with `max_loras` places of `max_lora_rank`."""
@@ -259,6 +265,7 @@ class EngineOptions:
             "decode_steps",
             "kv_cache_memory",
             "prefix_cache_host",
+            "prefix_cache_disk",
             "page_size",
             "reserve_tokens",
             "max_loras",
@@ -282,11 +289,14 @@ class EngineOptions:
                 f"`single_step_rows`={rows!r} must be a whole number from 0 up",
                 option="single_step_rows",
             )
-        if self.prefix_cache_host and not self.enable_prefix_caching:
-            raise UsageError(
-                "`prefix_cache_host` keeps nothing without `enable_prefix_caching`",
-                option="prefix_cache_host",
-            )
+        for name, needed in (
+            ("prefix_cache_host", "enable_prefix_caching"),
+            ("prefix_cache_dir", "prefix_cache_host"),
+            ("prefix_cache_dir", "prefix_cache_disk"),
+            ("prefix_cache_disk", "prefix_cache_dir"),
+        ):
+            if getattr(self, name) and not getattr(self, needed):
+                raise UsageError(f"`{name}` needs `{needed}`", option=name)
         _check_generated_kv(self.generated_kv, self.exact_tail)
         if not 0 < self.memory_utilization <= 1:
             raise UsageError(

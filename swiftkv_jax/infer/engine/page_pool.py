@@ -19,23 +19,22 @@ in their places, so the others keep their positions. A prefix is then found by i
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
-
-import numpy as np
 
 from ...model.config import Config
 from .cache_events import CacheEvents, TokenSource
 from .host_tier import HostMemory, HostTier, TierCounts
+from .options import EngineOptions
+from .page_keys import page_keys
 from .shapes import Shapes
 
 RELEASED = -1
 """Mark in a page table of a page that the sequence no longer needs."""
-ON_HOST = -2
-"""Mark in the result of `PagePool.match` of a page in host memory."""
+ON_HOST, ON_DISK = -2, -3
+"""Marks in the result of `PagePool.match` of a page in host memory, or on disk."""
 
 
 @dataclasses.dataclass
@@ -113,7 +112,7 @@ class PagePool:
     @property
     def tier_counts(self) -> list[TierCounts]:
         """Pages of each tier beyond the device."""
-        return [] if self.host is None else [self.host.counts]
+        return [] if self.host is None else self.host.counts
 
     def needs(self, positions: int, own_start: int) -> PageNeeds:
         """Pages for `positions` positions, of which those from `own_start` on keep their own upper
@@ -150,16 +149,19 @@ class PagePool:
         """`page_keys` of these pages; empty without prefix caching."""
         return page_keys(tokens, self.page_size, cache_salt, after) if self.share else []
 
-    def match(self, keys: Sequence[bytes]) -> list[int]:
+    def match(self, keys: Sequence[bytes], on_disk: Container[bytes] = ()) -> list[int]:
         """The cached pages of the longest prefix of `keys` after which the next token finds all
         pages that it sees; `RELEASED` for pages that it does not see, `ON_HOST` for those that have
-        to be loaded. They are not reserved (see `reserve`)."""
+        to be loaded. They are not reserved (see `reserve`). Pages whose keys are `on_disk` count
+        too, as `ON_DISK`."""
         pages: list[int] = []
         missing, length = -1, 0  # the last page that is not cached; pages of the prefix
         for number, key in enumerate(keys):
             page = self._page_of.get(key, RELEASED)
             if page == RELEASED and self.host is not None and key in self.host:
                 page = ON_HOST
+            elif page == RELEASED and key in on_disk:
+                page = ON_DISK
             if page == RELEASED:
                 missing = number
                 if self.window is None:
@@ -169,6 +171,26 @@ class PagePool:
                 length = number + 1
         first = self.first_visible(length * self.page_size)
         return [RELEASED] * first + pages[first:length]
+
+    def fetch(self, keys: Sequence[bytes], fetching: set[bytes] | None) -> set[bytes]:
+        """Read into host memory what a prefix lacks there and on the device, as far as it is on
+        disk. Returns the keys of pages that are still to be read; `fetching` is what the call
+        before returned for this prefix, None for the first one."""
+        if self.host is None or (store := self.host.store) is None:
+            return set()
+        if fetching is None:
+            marks = zip(keys, self.match(keys, store), strict=False)
+            fetching = self.host.fetch([key for key, mark in marks if mark == ON_DISK])
+        if fetching:
+            self.host.take_read(wait=not self.used)
+        return {key for key in fetching if self.host.is_reading(key)}
+
+    def persist(self, seconds: float) -> None:
+        """Write all cached pages to disk, the last used first, in so many seconds at most. Pages
+        in use are left out."""
+        if self.host is not None:
+            pages = [(self._key_of[page], page) for page in reversed(self._unused)]
+            self.host.persist(pages, seconds)
 
     def first_visible(self, position: int) -> int:
         """Number of the first page that a token at `position` sees."""
@@ -331,7 +353,9 @@ class PagePool:
             self.events.store(keys, numbers, source)
 
 
-def page_pools(config: Config, shapes: Shapes, host: HostMemory, *, share: bool) -> list[PagePool]:
+def page_pools(
+    config: Config, shapes: Shapes, options: EngineOptions, host: HostMemory
+) -> list[PagePool]:
     """The pool of each data-parallel shard. `host` is the model runner."""
     # A tap reads the state of the token before, which its page has.
     window = config.window and max(config.window, 1 + config.boundary_taps)
@@ -339,7 +363,7 @@ def page_pools(config: Config, shapes: Shapes, host: HostMemory, *, share: bool)
         PagePool(
             shapes.num_pages,
             shapes.page_size,
-            share=share,
+            share=options.enable_prefix_caching,
             window=window,
             pages_per_own_page=shapes.pages_per_own_page,
         )
@@ -351,24 +375,14 @@ def page_pools(config: Config, shapes: Shapes, host: HostMemory, *, share: bool)
     return pools
 
 
+def record_events(pools: Sequence[PagePool]) -> CacheEvents:
+    """Start recording what enters and leaves the prefix caches of all shards."""
+    events = CacheEvents(pools[0].page_size)
+    for pool in pools:
+        pool.events = events
+    return events
+
+
 def all_pages(pages: Sequence[int], own_pages: Iterable[Sequence[int]]) -> list[int]:
     """Join the two kinds of pages of a sequence, which `PagePool.take` has split."""
     return [*pages, *itertools.chain.from_iterable(own_pages)]
-
-
-def page_keys(
-    tokens: Sequence[int], page_size: int, cache_salt: str = "", after: Sequence[bytes] = ()
-) -> list[bytes]:
-    """The keys of the pages `after` which `tokens` follow, and of each full page of `tokens`."""
-    keys = list(after)
-    content = np.asarray(tokens, np.int32).tobytes()
-    key = keys[-1] if keys else _digest(cache_salt.encode())
-    size = 4 * page_size
-    for start in range(0, len(content) - size + 1, size):
-        key = _digest(key + content[start : start + size])
-        keys.append(key)
-    return keys
-
-
-def _digest(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=32).digest()

@@ -51,6 +51,8 @@ class RequestState:
         self.page_keys: list[bytes] = []
         """Keys of the full pages of `prefill_token_ids` that other requests may share
         (`PagePool.keys`): those before `own_start`."""
+        self.fetching: set[bytes] | None = None
+        """Keys of pages that are still to be read from disk; None before it was asked for any."""
         self.pages: list[int] = []
         """Pages of the first sequence, or of the scored tokens; `RELEASED` for those that no later
         token sees."""

@@ -169,6 +169,9 @@ class Scheduler:
         # Some tokens must run through all layers: at most the pages before them are reused.
         usable = state.upper.start if state.upper else state.prefill_target
         keys = state.page_keys[: usable // self.page_size]
+        state.fetching = self.pools[0].fetch(keys, state.fetching)
+        if state.fetching:
+            return None
         cached = {dp_rank: self.pools[dp_rank].match(keys) for dp_rank in candidates}
 
         def preference(dp_rank: int) -> tuple[int, int]:

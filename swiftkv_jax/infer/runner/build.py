@@ -25,7 +25,7 @@ from ..engine.shapes import Shapes
 from .adapters import check_adapters, init_adapters
 from .choose_shapes import RIDGE_TOKENS, choose_shapes, with_contexts
 from .conversion import Conversion
-from .host_pages import num_host_pages
+from .host_pages import HostPages, num_host_pages
 from .layout import Layout
 from .memory import bytes_kept, bytes_per_device, memory_limit
 from .model_runner import ModelRunner
@@ -127,6 +127,7 @@ def build_model_runner(
         weights,
         shapes,
         layout,
+        HostPages(layout, options),
         convert=convert,
         eos_token_ids=model.eos_token_ids,
         attention=ops,

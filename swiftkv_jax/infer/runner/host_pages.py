@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,16 +24,20 @@ from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Int
 
+from ... import __version__
 from ...errors import UsageError
-from ...model.cache import KVCache, Pool
+from ...model.cache import KVCache, Pool, cache_shapes
 from ...model.params import Leaf
 from ...plan.hardware import GIB
+from ...process.files import private_directory
 from ..engine.host_tier import PageMove
 from ..engine.options import EngineOptions
+from ..engine.page_store import FINGERPRINT_BYTES, PageStore
 from ..engine.shapes import Shapes
 from .layout import Layout
 from .memory import host_memory
 from .prefill_chunk import INVALID_PAGE
+from .serving_form import Weights
 
 SIZES = (8, 1)
 """Numbers of pages that one program moves, descending."""
@@ -71,9 +77,11 @@ def num_host_pages(options: EngineOptions, layout: Layout, platform: str) -> int
     if layout.mesh is not None and layout.mesh.size > 1:
         raise _refusal(f" is for one device, the mesh has {layout.mesh.size}")
     page = layout.page_bytes(options.page_size)
-    if size < LEAST_PAGES * page:
-        least = f"{LEAST_PAGES * page / 2**20:.1f} MiB"
-        raise _refusal(f"={size} is too small: {LEAST_PAGES} pages of this model are {least}")
+    for name in ("prefix_cache_host", "prefix_cache_disk"):
+        if (given := getattr(options, name)) is not None and given < LEAST_PAGES * page:
+            least = f"{LEAST_PAGES * page / 2**20:.1f} MiB"
+            text = f"={given} is too small: {LEAST_PAGES} pages of this model are {least}"
+            raise _refusal(text, name)
     if size > (most := host_memory()):
         raise _refusal(f"={size} exceeds the memory of this machine, {most / GIB:.1f} GiB")
     pinned = int(os.environ.get(PINNED_LIMIT, 64)) * GIB
@@ -82,8 +90,8 @@ def num_host_pages(options: EngineOptions, layout: Layout, platform: str) -> int
     return size // page
 
 
-def _refusal(text: str) -> UsageError:
-    return UsageError(f"`prefix_cache_host`{text}", option="prefix_cache_host")
+def _refusal(text: str, name: str = "prefix_cache_host") -> UsageError:
+    return UsageError(f"`{name}`{text}", option=name)
 
 
 # Programs ---------------------------------------------------------------------
@@ -96,14 +104,21 @@ def move_programs(layout: Layout, shapes: Shapes) -> Iterator[tuple[MoveProgram,
     host = _host_sharding(layout)
     cache = layout.cache(shapes)
     save = jax.jit(save_pages, out_shardings=host)
-    one = jax.eval_shape(save_pages, cache, jax.ShapeDtypeStruct((1,), jnp.int32))[0]
-    page = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host), one
-    )
+    page = host_page(layout, shapes.page_size)
     for count in SIZES:
         numbers = layout.array((count,), jnp.int32)
         yield MoveProgram(True, count), save, (cache, numbers)
         yield MoveProgram(False, count), load_pages, (cache, numbers, (page,) * count)
+
+
+def host_page(layout: Layout, page_size: int) -> HostPage:
+    """The `ShapeDtypeStruct` of every array of a page."""
+    cache = cache_shapes(layout.config, 1, page_size, layout.cache_dtype)
+    (page,) = jax.eval_shape(save_pages, cache, jax.ShapeDtypeStruct((1,), jnp.int32))
+    host = _host_sharding(layout)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host), page
+    )
 
 
 def save_pages(cache: KVCache, pages: Int[Array, " N"]) -> tuple[HostPage, ...]:
@@ -148,12 +163,39 @@ def _host_sharding(layout: Layout) -> Sharding:
 
 
 class HostPages:
-    """The pages in the slots of `HostTier`."""
+    """The pages in the slots of `HostTier`, and their files."""
 
-    def __init__(self, compiled: Mapping[Any, Any]):
-        """`compiled` has the programs."""
-        self._compiled = compiled
+    def __init__(self, layout: Layout, options: EngineOptions):
+        """Raises `UsageError` for a folder that others can read."""
+        self.store: PageStore | None = None
+        """See `HostPagesBase`; opened by `start`."""
+        self._layout = layout
+        self._options = options
         self._slots: dict[int, HostPage] = {}
+        if (folder := options.prefix_cache_dir) is not None:
+            folder = private_directory("prefix_cache_dir", folder)
+            if folder.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+                raise UsageError(
+                    f"`prefix_cache_dir`={folder}: others can read there, and so prompts; chmod "
+                    f"700 it, or choose another folder",
+                    option="prefix_cache_dir",
+                )
+
+    def start(self, compiled: Mapping[Any, Any], weights: Callable[[], Weights]) -> None:
+        """Take the programs and a function that returns the weights that are served. Raises
+        `UsageError`, and `OSError` for a folder that cannot be read."""
+        self._compiled = compiled
+        self._weights = weights
+        options = self._options
+        if options.prefix_cache_dir is not None:
+            assert options.prefix_cache_disk is not None
+            self.store = PageStore(
+                options.prefix_cache_dir.expanduser(),
+                options.prefix_cache_disk,
+                self.fingerprint(),
+                encode=_encode,
+                decode=self._decode,
+            )
 
     def move(self, cache: KVCache, moves: Sequence[PageMove]) -> KVCache:
         """Start these moves; returns the cache after them."""
@@ -175,3 +217,51 @@ class HostPages:
         saved = self._compiled[program](cache, pages)
         self._slots.update(zip((move.slot for move in moves), saved, strict=True))
         return cache
+
+    def get(self, slot: int) -> HostPage:
+        """See `HostPagesBase`."""
+        return self._slots[slot]
+
+    def put(self, slot: int, page: HostPage) -> None:
+        """See `HostPagesBase`."""
+        self._slots[slot] = page
+
+    def fingerprint(self) -> bytes:
+        """See `HostPagesBase`."""
+        return fingerprint(self._weights(), self._layout, self._options)
+
+    def _decode(self, content: memoryview) -> HostPage:
+        """The page of `_encode`, in pinned memory. Raises `ValueError` for another size."""
+        shape = host_page(self._layout, self._options.page_size)
+        leaves, tree = jax.tree.flatten(shape)
+        sizes = [leaf.size * leaf.dtype.itemsize for leaf in leaves]
+        if sum(sizes) != len(content):
+            raise ValueError(f"its page has {len(content)} bytes, not {sum(sizes)}")
+        arrays = []
+        for leaf, stop in zip(leaves, itertools.accumulate(sizes), strict=True):
+            part = content[stop - leaf.size * leaf.dtype.itemsize : stop]
+            arrays.append(np.frombuffer(part, leaf.dtype).reshape(leaf.shape))
+        return jax.device_put(jax.tree.unflatten(tree, arrays), _host_sharding(self._layout))
+
+
+def _encode(page: HostPage) -> list[np.ndarray]:
+    """The bytes of a page; waits for the copy that saves it."""
+    return [np.asarray(leaf).reshape(-1).view(np.uint8) for leaf in jax.tree.leaves(page)]
+
+
+def fingerprint(weights: Weights, layout: Layout, options: EngineOptions) -> bytes:
+    """A digest of the weights as they are served, the architecture, the cut, the format of the
+    cache, the arithmetic, and the version of this package."""
+    from ...checkpoints.digest import digest
+
+    # Adapters change no keys and values of a prompt.
+    leaves = jax.tree.leaves(dataclasses.replace(weights, adapters=()))
+    facts = (
+        __version__,
+        layout.config,
+        str(layout.cache_dtype),
+        options.page_size,
+        options.quantize_activations,
+        [(leaf.shape, str(leaf.dtype), digest(leaf)) for leaf in leaves],
+    )
+    return hashlib.blake2b(repr(facts).encode(), digest_size=FINGERPRINT_BYTES).digest()

@@ -77,6 +77,7 @@ class ModelRunner:
         weights: Weights,
         shapes: Shapes,
         layout: Layout,
+        host_pages: HostPages,
         *,
         convert: Conversion,
         eos_token_ids: Sequence[int],
@@ -94,7 +95,7 @@ class ModelRunner:
         `compiler_options` are XLA's, `on_compile` is `compile_all`'s `on_progress`."""
         self.weights, self.shapes, self.layout = weights, shapes, layout
         self.config, self.cache_dtype = layout.config, layout.cache_dtype
-        self.eos_token_ids = eos_token_ids
+        self.host_pages, self.eos_token_ids = host_pages, eos_token_ids
         self.plan: MemoryPlan | None = None
         """Memory plan; None before `prepare`."""
         self._attention, self._device, self._convert = attention, device, convert
@@ -133,7 +134,7 @@ class ModelRunner:
         logger.info("%s, for %s tokens of KV cache", plan, f"{tokens:,}")
         with allocating(f"the KV cache ({plan})"):
             self._state = self.layout.init_state(self.shapes)
-        self._host_pages = HostPages(self._compiled)
+        self.host_pages.start(self._compiled, lambda: self.weights)
         wait_at_exit(self)
         self._warm_up()
         CompileCounter.start()
@@ -359,7 +360,7 @@ class ModelRunner:
 
     def move_pages(self, moves: Sequence[PageMove]) -> None:
         """See `HostMemory`."""
-        self._update(cache=self._host_pages.move(self._state.cache, moves))
+        self._update(cache=self.host_pages.move(self._state.cache, moves))
 
     def _write(self, name: StateUpdate, slots: Sequence[int], rows: Any) -> None:
         """Write the rows of these slots into the batch, padded to E with empty ones past

@@ -96,6 +96,11 @@ def _of_tiers(tiers: Sequence[TierCounts], prefix: PrefixStats) -> Iterator[Row]
     ):
         name = "swiftkv:tier_pages" if field == "pages" else f"swiftkv:tier_pages_{field}"
         yield kind, name, text, {one.tier: getattr(one, field) for one in tiers}, "tier"
+    misses: dict[str, int] = dict.fromkeys(("read", "damaged", "write", "queue"), 0)
+    for one in tiers:
+        misses.update(one.misses)
+    text = "Pages that could not be read from disk or written to it."
+    yield Counter, "swiftkv:tier_misses", text, misses, "reason"
 
 
 class _Collector:

@@ -103,6 +103,10 @@ class EngineThread:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
+    def persist(self, seconds: float) -> None:
+        """Write the prefix cache to disk, after `stop` (`Engine.persist_prefix_cache`)."""
+        self._engine.persist_prefix_cache(seconds)
+
     # From any thread ------------------------------------------------------------
 
     def submit(self, request_id: int, request: Request | ScoreRequest) -> None:

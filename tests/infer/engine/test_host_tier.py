@@ -29,7 +29,7 @@ from tests.infer.engine.mock_requests import ask, check_empty, drain, prompt_of
 from tests.infer.engine.test_engine import collect, model, small
 from tests.infer.engine.test_page_pool import taken
 from tests.infer.engine.test_scheduler import answers
-from tests.infer.mock_model_runner import continuation, mock_engine
+from tests.infer.mock_model_runner import MockHostPages, continuation, mock_engine
 
 # The index --------------------------------------------------------------------
 
@@ -37,8 +37,14 @@ from tests.infer.mock_model_runner import continuation, mock_engine
 class Memory(list):
     """The moves that were started."""
 
+    def __init__(self):
+        self.host_pages = MockHostPages(4)
+
     def move_pages(self, moves) -> None:
         self.extend(moves)
+        for move in moves:
+            if move.saves:
+                self.host_pages.put(move.slot, np.zeros(4, np.int64))
 
 
 def pool_of(
@@ -231,7 +237,7 @@ def test_other_weights_find_nothing_on_the_host():
     prompts = [prompt_of(number, 33) for number in range(3)]
     answers(engine, [ask(prompt) for prompt in prompts])
     engine.update_weights(model())
-    runner.host.clear()
+    runner.host_pages.slots.clear()
     found = events.take()
     stored = [key for event in found for key in getattr(event, "keys", ())]
     removed = [event.key for event in found if isinstance(event, PageRemoved)]
@@ -315,7 +321,7 @@ def test_what_cannot_be_kept_is_refused(monkeypatch):
     refused("is too small: 16 pages of this model are", prefix_cache_host=1000)
     refused("exceeds the memory of this machine", prefix_cache_host=2**50)
     refused("is for one device, the mesh has 2", "1x2", prefix_cache_host=2**20)
-    refused("keeps nothing without", prefix_cache_host=2**20, enable_prefix_caching=False)
+    refused("needs `enable_prefix_caching`", prefix_cache_host=2**20, enable_prefix_caching=False)
     refused("must be a whole number from 1 up", prefix_cache_host=0)
     monkeypatch.setenv(PINNED_LIMIT, "0")
     with pytest.raises(UsageError, match=f"raise the variable {PINNED_LIMIT}"):

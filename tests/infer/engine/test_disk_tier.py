@@ -1,0 +1,181 @@
+"""An engine whose prefix cache goes on from files of an earlier one."""
+
+import random
+import time
+from typing import Any
+
+import pytest
+
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.infer.engine.engine import Engine
+from swiftkv_jax.infer.engine.page_store import PageStore
+from swiftkv_jax.infer.runner.build import build_model_runner
+from swiftkv_jax.infer.runner.host_pages import fingerprint
+from tests.infer.engine.mock_requests import ask, check_empty, drain, prompt_of
+from tests.infer.engine.test_engine import collect, prompts_of, small
+from tests.infer.engine.test_page_store import files
+from tests.infer.engine.test_scheduler import answers
+from tests.infer.engine.test_update_weights import model
+from tests.infer.mock_model_runner import continuation, mock_engine
+
+
+def test_a_restart_answers_from_disk(tmp_path):
+    prompts = [prompt_of(number, 33) for number in range(4)]
+    requests = [ask(prompt) for prompt in prompts]
+    expected = {(row, 0): continuation(prompt, 8) for row, prompt in enumerate(prompts)}
+    engine, runner = mock_engine(num_pages=64, host_pages=64, folder=tmp_path)
+    assert answers(engine, requests) == expected
+    store = runner.host_pages.store
+    assert store is not None and store.saved == 0, "nothing has left the device"
+    engine.persist_prefix_cache(10)
+    assert store.saved >= 4 * 8
+    store.close()
+    again, runner = mock_engine(num_pages=64, host_pages=64, folder=tmp_path)
+    assert answers(again, requests) == expected
+    store = runner.host_pages.store
+    assert store is not None and store.loaded == 4 * 8 and not store.misses
+    assert again.prefix_stats.hits == again.prefix_stats.host_hits == 4 * 32
+    assert [counts.tier for counts in again.load.tiers] == ["host", "disk"]
+    assert again.load.tiers[1].loaded == 32
+    check_empty(again)
+    again.update_weights(model(0))
+    again.reset_stats()
+    assert answers(again, requests) == expected and again.prefix_stats.hits > 0
+    store.close()
+
+
+def test_other_weights_read_nothing(tmp_path):
+    engine, runner = mock_engine(num_pages=16, host_pages=64, folder=tmp_path)
+    requests = [ask(prompt_of(number, 33)) for number in range(4)]
+    answers(engine, requests)
+    store = runner.host_pages.store
+    assert store is not None and store.wait_written(0, time.monotonic() + 10) and store.saved
+    runner.host_pages.weights = b"the other weights"
+    engine.update_weights(model(0))
+    runner.host_pages.slots.clear()
+    runner.pages[:] = -1
+    answers(engine, requests)
+    assert store.loaded == 0 and engine.prefix_stats.host_hits == 0
+    store.close()
+
+
+def test_damaged_files_are_computed_again(tmp_path):
+    prompts = [prompt_of(number, 33) for number in range(4)]
+    requests = [ask(prompt) for prompt in prompts]
+    engine, runner = mock_engine(num_pages=64, host_pages=64, folder=tmp_path)
+    expected = answers(engine, requests)
+    engine.persist_prefix_cache(10)
+    assert runner.host_pages.store is not None
+    runner.host_pages.store.close()
+    damaged = random.Random(0).sample(files(tmp_path), 9)
+    for path in damaged:
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    again, runner = mock_engine(num_pages=64, host_pages=64, folder=tmp_path)
+    assert answers(again, requests) == expected
+    store = runner.host_pages.store
+    assert store is not None and 0 < store.misses["damaged"] <= 9
+    assert 0 < again.prefix_stats.host_hits < 4 * 32
+    store.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_at_random(tmp_path, seed):
+    """Over the device, the host and the disk, with windows, preemptions, samples and aborts, and
+    restarts: the mock checks each page that is read."""
+    rng = random.Random(seed)
+    fields: dict[str, Any] = {
+        "num_pages": 24,
+        "host_pages": 16,
+        "reserve_tokens": rng.choice([1, 5]),
+    }
+    fields["window"] = rng.choice([None, 21])
+    prefixes = [prompt_of(number, rng.randint(8, 28)) for number in range(6)]
+    loaded = 0
+    for _ in range(3):
+        engine, runner = mock_engine(folder=tmp_path, **fields)
+        store = runner.host_pages.store
+        assert store is not None
+        live = []
+        for _ in range(60):
+            prompt = [*rng.choice(prefixes), *prompt_of(rng.randrange(6), rng.randint(1, 12))]
+            if rng.random() < 0.6:
+                live.append(
+                    engine.add_request(ask(prompt, rng.randint(1, 20), n=rng.randint(1, 2)))
+                )
+            if rng.random() < 0.1 and live:
+                engine.abort_request(rng.choice(live))
+            engine.step()
+        drain(engine)
+        check_empty(engine)
+        if rng.random() < 0.7:
+            engine.persist_prefix_cache(10)
+        loaded += store.loaded
+        assert not store.misses["damaged"]
+        store.close()
+    assert loaded > 5
+
+
+def test_a_model_goes_on_from_disk(tmp_path):
+    """Bytes of an int8 cache, with scales, over two engines; other weights find nothing."""
+    requests = [ask((*prompt, *prompt)[:60], 4, ignore_eos=True) for prompt in prompts_of(3, 6)]
+    memory = {"prefix_cache_host": 2**22, "prefix_cache_disk": 2**26, "prefix_cache_dir": tmp_path}
+
+    def engine_of(**fields) -> tuple[Engine, PageStore]:
+        engine = Engine.from_model(model(0), small(kv_cache_dtype="int8", **memory | fields))
+        store = engine.model_runner.host_pages.store
+        assert store is not None
+        return engine, store
+
+    first, store = engine_of()
+    expected = collect(first, requests)
+    first.persist_prefix_cache(10)
+    assert store.saved > 20
+    kept = {path.name: path.read_bytes() for path in files(tmp_path)}
+    store.close()
+    second, store = engine_of()
+    assert collect(second, requests) == expected
+    assert store.loaded > 20 and not store.misses
+    assert second.prefix_stats.host_hits == 4 * second.load.tiers[0].loaded
+    assert {path.name: path.read_bytes() for path in files(tmp_path)} == kept
+    before, loaded = store.fingerprint, store.loaded
+    second.update_weights(model(1))
+    assert store.fingerprint != before and collect(second, requests) != expected
+    second.update_weights(model(0))
+    assert store.fingerprint == before and collect(second, requests) == expected
+    assert store.loaded == 2 * loaded
+    store.close()
+
+
+def test_what_pages_depend_on_is_in_their_fingerprint():
+    common = {"prefix_cache_host": 2**22, "kv_cache_dtype": "int8"}
+
+    def fingerprint_of(seed: int = 0, **fields) -> bytes:
+        options = small(**common | fields)
+        runner = build_model_runner(model(seed), options)
+        return fingerprint(runner.weights, runner.layout, options)
+
+    found = [
+        fingerprint_of(),
+        fingerprint_of(1),
+        fingerprint_of(page_size=8),
+        fingerprint_of(kv_cache_dtype="fp8"),
+        fingerprint_of(max_model_len=40),
+    ]
+    assert len({*found[:4]}) == 4 and found[4] == found[0] == fingerprint_of()
+
+
+def test_what_cannot_be_kept_on_disk_is_refused(tmp_path):
+    def refused(text: str, **fields) -> None:
+        with pytest.raises(UsageError, match=text):
+            Engine.from_model(model(0), small(prefix_cache_host=2**22, **fields))
+
+    folder = {"prefix_cache_dir": tmp_path}
+    refused("`prefix_cache_dir` needs `prefix_cache_disk`", **folder)
+    refused("`prefix_cache_disk` needs `prefix_cache_dir`", prefix_cache_disk=2**20)
+    refused("`prefix_cache_disk`=100 is too small", prefix_cache_disk=100, **folder)
+    tmp_path.chmod(0o750)
+    refused("others can read there", prefix_cache_disk=2**20, **folder)
+    with pytest.raises(UsageError, match="`prefix_cache_dir` needs `prefix_cache_host`"):
+        small(prefix_cache_disk=2**20, **folder)

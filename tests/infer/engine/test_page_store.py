@@ -1,0 +1,260 @@
+"""Pages on disk: what is read is what was written, or nothing."""
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.infer.engine.host_tier import HostTier, PageMove
+from swiftkv_jax.infer.engine.page_store import HEADER, MAX_UNWRITTEN, PageStore
+from tests.infer.engine.test_host_tier import Memory
+from tests.infer.mock_model_runner import MockHostPages
+
+SIZE = 4
+FILE = HEADER.size + 8 * SIZE
+KEYS = [bytes([number]) * 32 for number in range(64)]
+
+
+def page_of(number: int) -> np.ndarray:
+    return np.arange(SIZE) + 100 * number
+
+
+def store_of(folder: Path, limit: int = 2**20, weights: bytes = b"the first weights") -> PageStore:
+    pages = MockHostPages(SIZE)
+    pages.weights = weights
+    return pages.open(folder, limit)
+
+
+def write(store: PageStore, *numbers: int) -> None:
+    for number in numbers:
+        store.write(KEYS[number], page_of(number))
+        assert store.wait_written(0, time.monotonic() + 10)
+
+
+def read(store: PageStore, *numbers: int) -> dict[int, list[int] | None]:
+    """Number -> the page, None for a miss."""
+    for number in numbers:
+        store.read(KEYS[number])
+    found = []
+    while len(found) < len(numbers):
+        store.wait_read(10)
+        found += store.take_read()
+    return {key[0]: None if page is None else page.tolist() for key, page in found}
+
+
+def expected(*numbers: int) -> dict[int, list[int] | None]:
+    return {number: page_of(number).tolist() for number in numbers}
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "lock")
+
+
+# Files ------------------------------------------------------------------------
+
+
+def test_a_later_process_finds_what_was_written(tmp_path):
+    first = store_of(tmp_path)
+    write(first, 1, 2)
+    assert KEYS[1] in first and KEYS[3] not in first and len(first) == 2
+    with pytest.raises(UsageError, match="another process uses it"):
+        store_of(tmp_path)
+    first.close()
+    second = store_of(tmp_path)
+    assert read(second, 1, 2, 3) == expected(1, 2) | {3: None}
+    assert (second.saved, second.loaded, second.misses) == (0, 2, {"read": 1})
+    second.close()
+
+
+def test_files_of_other_weights_are_not_found(tmp_path):
+    first = store_of(tmp_path)
+    write(first, 1)
+    first.close()
+    second = store_of(tmp_path, weights=b"other weights....")
+    assert KEYS[1] not in second and read(second, 1) == {1: None} and len(second) == 1
+    second.read(KEYS[2])
+    second.fingerprint = b"the third weights"[:16]
+    second.wait_read(10)
+    assert second.take_read() == [], "it was asked for before the weights changed"
+    # Nor under another name: the header says whose a file is.
+    (path,) = files(tmp_path)
+    target = tmp_path / second._name(second.fingerprint, KEYS[1])
+    target.parent.mkdir(parents=True)
+    path.rename(target)
+    assert read(second, 1) == {1: None} and second.misses["damaged"] == 1 and not files(tmp_path)
+    second.close()
+
+
+@pytest.mark.parametrize("place", [0, 8, 24, 56, 64, HEADER.size - 5, HEADER.size, FILE - 1])
+def test_a_flipped_bit_is_a_miss(tmp_path, place):
+    """In each field of the header, and at both ends of the page."""
+    store = store_of(tmp_path)
+    write(store, 1)
+    (path,) = files(tmp_path)
+    content = bytearray(path.read_bytes())
+    content[place] ^= 4
+    path.write_bytes(content)
+    assert read(store, 1) == {1: None} and store.misses == {"damaged": 1}
+    assert not files(tmp_path) and KEYS[1] not in store
+    write(store, 1)
+    assert read(store, 1) == expected(1)
+    store.close()
+
+
+@pytest.mark.parametrize("length", [0, 10, HEADER.size, FILE - 1, FILE + 1])
+def test_a_file_of_another_length_is_a_miss(tmp_path, length):
+    store = store_of(tmp_path)
+    write(store, 1)
+    (path,) = files(tmp_path)
+    path.write_bytes((path.read_bytes() + b"\0")[:length])
+    assert read(store, 1) == {1: None} and store.misses == {"damaged": 1}
+    store.close()
+
+
+class Kill(BaseException):
+    """The end of the process: nothing is tidied up."""
+
+
+@pytest.mark.parametrize("point", range(7))
+def test_a_kill_while_a_page_is_written_leaves_nothing_wrong(tmp_path, monkeypatch, point):
+    """After each step of writing it, and in the middle of its bytes."""
+    before = store_of(tmp_path)
+    write(before, 1)
+    before.close()
+    store = store_of(tmp_path)
+    steps = 0
+
+    def step() -> None:
+        nonlocal steps
+        steps += 1
+        if steps > point:
+            raise Kill
+
+    class File:
+        """A file that writes half of what it is given before each step."""
+
+        def __init__(self, file):
+            self.file = file
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            self.file.close()
+
+        def write(self, content) -> None:
+            content = bytes(content)
+            self.file.write(content[: len(content) // 2])
+            step()
+            self.file.write(content[len(content) // 2 :])
+            step()
+
+    opened, renamed = Path.open, Path.rename
+
+    def open_file(path, mode="r", *rest):
+        if mode != "wb":
+            return opened(path, mode, *rest)
+        step()
+        return File(opened(path, mode, *rest))
+
+    def rename(path, target):
+        step()
+        renamed(path, target)
+        step()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", open_file)
+        patch.setattr(Path, "rename", rename)
+        with pytest.raises(Kill):
+            store._write(store.fingerprint, KEYS[2], page_of(2))
+    store.close()
+    after = store_of(tmp_path)
+    found = read(after, 1, 2)
+    assert found == expected(1) | (expected(2) if point == 6 else {2: None})
+    assert all(path.suffix != ".partial" for path in files(tmp_path))
+    assert len(after) == 1 + (point == 6) and after.misses["damaged"] == 0
+    write(after, 2)
+    assert read(after, 2) == expected(2)
+    after.close()
+
+
+def test_the_longest_unused_files_make_room(tmp_path):
+    store = store_of(tmp_path, 3 * FILE)
+    write(store, 1, 2, 3)
+    time.sleep(0.02)  # times of files have steps
+    assert read(store, 1) == expected(1)
+    time.sleep(0.02)
+    write(store, 4)
+    assert [number for number in (1, 2, 3, 4) if KEYS[number] in store] == [1, 3, 4]
+    assert len(files(tmp_path)) == 3
+    store.close()
+    less = store_of(tmp_path, 2 * FILE)  # and over the end of the process
+    assert [number for number in (1, 2, 3, 4) if KEYS[number] in less] == [1, 4]
+    assert len(files(tmp_path)) == 2
+    less.close()
+    others = store_of(tmp_path, 2 * FILE, b"other weights....")
+    write(others, 5)
+    assert len(files(tmp_path)) == 2 and KEYS[5] in others
+    others.close()
+
+
+def test_a_full_disk_is_a_warning(tmp_path, monkeypatch, caplog):
+    store = store_of(tmp_path)
+
+    def full(path, target):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", full)
+        write(store, 1, 2)
+    assert store.misses == {"write": 2} and not files(tmp_path) and len(store) == 0
+    assert len(caplog.records) == 1 and "No space left" in caplog.text
+    write(store, 1)
+    assert read(store, 1) == expected(1)
+    store.close()
+
+
+def test_pages_wait_to_be_written_up_to_a_number(tmp_path):
+    """The engine does not wait for the disk."""
+    go_on = threading.Event()
+
+    def encode(page):
+        go_on.wait(10)
+        return [page]
+
+    store = PageStore(tmp_path, 2**20, bytes(16), encode=encode, decode=np.frombuffer)
+    for number in range(MAX_UNWRITTEN + 5):
+        store.write(KEYS[number], page_of(number))
+    assert store.misses["queue"] == 5
+    assert not store.wait_written(0, time.monotonic())
+    go_on.set()
+    assert store.wait_written(0, time.monotonic() + 10) and store.saved == MAX_UNWRITTEN
+    store.close()
+
+
+def test_other_files_stay(tmp_path):
+    note = tmp_path / "note.txt"
+    note.write_text("mine")
+    store = store_of(tmp_path, 2 * FILE)
+    write(store, 1, 2, 3)
+    assert note.read_text() == "mine" and len(store) == 2
+    store.close()
+
+
+def test_a_page_that_was_read_waits_for_the_moves_of_its_slot(tmp_path):
+    """One slot: what is saved in it, by a move that is planned, is dropped for what was read."""
+    memory = Memory()
+    store = memory.host_pages.open(tmp_path)
+    write(store, 1)
+    host = HostTier(1, memory)
+    assert host.save(KEYS[0], 5) and not memory
+    assert host.fetch([KEYS[1]]) == {KEYS[1]} and host.is_reading(KEYS[1])
+    while host.is_reading(KEYS[1]):
+        host.take_read(wait=True)
+    assert memory == [PageMove(True, 5, 0)]
+    assert KEYS[1] in host and KEYS[0] not in host
+    assert memory.host_pages.get(0).tolist() == page_of(1).tolist()
+    store.close()
