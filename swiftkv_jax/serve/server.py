@@ -158,6 +158,7 @@ async def serve(
     watching = asyncio.ensure_future(app.service.watch())
     watching.add_done_callback(functools.partial(_watch_ended, app))
     tasks = [watching, closing]
+    gc.freeze()  # collections while the model is loaded leave out the modules, which stay
     loading = _in_thread(functools.partial(_load_all, app, load))
     try:
         await asyncio.wait([loading, closing], return_when=asyncio.FIRST_COMPLETED)

@@ -103,6 +103,10 @@ def run_boundary(
         rope = table_of(config, tables, kind)
         return attention_layer(config, block, qkv, mlp, x, rope, attend)
 
+    @functools.partial(jax.jit, inline=True)
+    def store(pools, k, v):
+        return _store(pools, write, k, v)
+
     pools = list(zip(cache.k, cache.v, strict=True))
     states = cache.tap
     owns: tuple[FirstKV | None, ...] = (None,) * len(weights.upper)
@@ -141,7 +145,7 @@ def run_boundary(
         of_group = k[group], v[group]
         if first is not None and own is not None:
             of_group = first.put_heads(k[group], own.k), first.put_heads(v[group], own.v)
-        pools[i] = _store(pools[i], write, *of_group)
+        pools[i] = store(pools[i], *of_group)
     return dataclasses.replace(_with_pools(cache, pools), tap=states)
 
 

@@ -19,6 +19,11 @@ MOST_CACHED = 1024
 """Most tokens of the sequences of a measurement."""
 SECONDS = 0.3
 """Seconds in which a ratio is measured again and again, for each number of rows."""
+FEWEST = 3
+"""Fewest measurements of a ratio: the first call after the start may take twice as long as the next
+ones, and other work may delay any."""
+LONGEST = 3.0
+"""Seconds after which fewer are enough: long calls differ less."""
 SAMPLE = 0.02
 """Seconds of calls whose average is a sample."""
 
@@ -73,13 +78,14 @@ def measure_wide_costs(
                 total, count = total + time.perf_counter() - start, count + 1
             return total / count
 
-        ratios, begin = [], time.perf_counter()
-        while not ratios or time.perf_counter() - begin < SECONDS:
+        ratios, begin, passed = [], time.perf_counter(), 0.0
+        while passed < (SECONDS if len(ratios) >= FEWEST else LONGEST):
             narrow, wide = (
                 seconds(program) / call.steps for program, call in zip(programs, calls, strict=True)
             )
             ratios.append(wide / narrow)
-        return statistics.median(ratios)
+            passed = time.perf_counter() - begin
+        return statistics.median_low(ratios)
 
     shards = range(shapes.dp_size)
     costs = tuple(cost(rows) for rows in shapes.decode_rows)

@@ -113,6 +113,24 @@ def test_costs_are_those_of_steps(monkeypatch):
     assert wide_costs.measure_wide_costs(narrow, filled.append, run) == ()
 
 
+@pytest.mark.parametrize(("seconds", "cost"), [(0.01, 2.0), (0.04, 2.0), (0.5, 4.0)])
+def test_a_slow_first_call_is_no_cost(monkeypatch, seconds, cost):
+    """Of a wide step that takes as long as two narrow ones, and the first as long as four; unless
+    one call of each takes seconds."""
+    _, runner = mock_engine(slots=1, steps=8, width=8)
+    clock, calls = [0.0], []
+
+    def run(program, slots):
+        first = program.width not in calls
+        calls.append(program.width)
+        clock[0] += seconds * (8 if program.width == 1 else 4 if first else 2)
+
+    monkeypatch.setattr(wide_costs.time, "perf_counter", lambda: clock[0])
+    found = wide_costs.measure_wide_costs(runner.shapes, lambda of: of(1), run)
+    assert found == pytest.approx((cost,))
+    assert clock[0] < 1.5 or len(calls) == 2
+
+
 def test_costs_are_measured_for_each_size():
     _, wide = engines(*MODES[0])
     assert [cost > 0 for cost in wide.model_runner.wide_costs] == [True]
