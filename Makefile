@@ -114,9 +114,8 @@ test-kernels: $(VENV)/installed
 test-planted: $(VENV)/installed
 	$(QUICKLY) $(RUN) -m tests.planted $(BUGS)
 
-# Training runs killed twenty times at random moments, which must end like one that never was; bugs planted in the kernels,
-# which the interpreters must notice; and the server under 12,000 wrong requests, clients that leave, overload and slow
-# connections. Some minutes; SOAK=tests/soak/server runs a part.
+# Training runs killed twenty times at random moments, which must end like one that never was; and the server under 12,000
+# wrong requests, clients that leave, overload and slow connections. Some minutes; SOAK=tests/soak/server runs a part.
 SOAK := tests/soak
 test-soak: $(VENV)/installed
 	$(RUN) -m pytest -q -s $(SOAK)
