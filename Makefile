@@ -24,8 +24,9 @@ real: $(VENV)/installed
 
 # The tests are thousands of small programs. Compiled quickly rather than well, and kept for the next
 # run, they take a half to a quarter of the processors' time. TEST_CACHE= compiles everything anew.
+# Python's own compiled files are kept too, also where they are not written otherwise.
 TEST_CACHE ?= $(HOME)/.cache/swiftkv-jax/test-programs
-QUICKLY := XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 $(XLA_FLAGS)" \
+QUICKLY := PYTHONDONTWRITEBYTECODE= XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 $(XLA_FLAGS)" \
 	JAX_COMPILATION_CACHE_DIR="$(TEST_CACHE)" \
 	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 PYTEST := -m pytest -q --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder

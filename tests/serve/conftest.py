@@ -5,8 +5,10 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import http.client
+import importlib.util
 import json
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -99,6 +101,17 @@ class UncheckedCompiler:
 
     def close(self) -> None:
         """Nothing was started."""
+
+
+def lazily(name: str) -> Any:
+    """A module that is not imported before it is used: each process of pytest imports all files of
+    tests, and runs a third of them."""
+    if name not in sys.modules:
+        spec: Any = importlib.util.find_spec(name)
+        spec.loader = importlib.util.LazyLoader(spec.loader)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
 
 
 def until(condition: Callable[[], object], seconds: float = 60.0) -> None:

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import pytest
 
-from tests.serve.conftest import TEMPLATE, make_tokenizer
+from tests.serve.conftest import TEMPLATE, lazily, make_tokenizer
 
+anthropic = lazily("anthropic")
 FILE = Path(__file__).parent / "conversations.json"
 TEMPLATE = TEMPLATE + "{# <tool_call> </think> #}{% if enable_thinking %}{% endif %}"
 TEMPLATE = TEMPLATE.replace("{#", "{% if false %}<tool_call>{% endif %}{#")

@@ -4,7 +4,6 @@ import json
 import types
 from typing import Any
 
-import anthropic
 import pytest
 
 from swiftkv_jax.serve.api.message_bodies import (
@@ -20,15 +19,17 @@ from swiftkv_jax.serve.api.response_events import ResponseWriter
 from swiftkv_jax.serve.errors import APIError
 from swiftkv_jax.serve.protocol import FunctionCall, Message, ToolCall
 from swiftkv_jax.serve.service.generation import TextDelta
+from tests.serve.conftest import lazily
 from tests.serve.test_forms import CALL, ROOM, SCHEMA
 from tests.serve.test_reasoning_answers import BEGUN, HYBRID, SAID, make_reasoning_tokenizer
 
+anthropic = lazily("anthropic")
 PATH, COUNT, CHAT = "/v1/messages", "/v1/messages/count_tokens", "/v1/chat/completions"
 HI: Any = [{"role": "user", "content": "hi"}]
 FORECAST: Any = {"name": "forecast", "description": "The weather.", "input_schema": SCHEMA}
 
 
-def client_of(running) -> anthropic.Anthropic:
+def client_of(running) -> Any:
     return anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0)
 
 
@@ -42,7 +43,7 @@ def client(server):
 GREEDY: Any = {"extra_body": {"temperature": 0}}  # the client no longer has it as a parameter
 
 
-def ask(client: anthropic.Anthropic, **fields: Any) -> Any:
+def ask(client: Any, **fields: Any) -> Any:
     return client.messages.create(**{"model": "tiny", "messages": HI, "max_tokens": 200} | fields)
 
 

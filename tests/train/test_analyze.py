@@ -1,6 +1,7 @@
 """The analysis of cuts: equal to building each student and running it, in five programs."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -41,7 +42,6 @@ CONFIG = Config(
     qkv_bias=True,
     o_bias=True,
 )
-LLAMA = init_llama(CONFIG, jax.random.key(0), scale=0.3)
 CUTS, _ = possible_cuts(CONFIG, range(1, 6), (1, 2, 4), "leader")
 
 
@@ -55,8 +55,19 @@ def packed_batch(seed: int, first: int = 7) -> Batch:
     return Batch(tokens, positions, segments, mask)
 
 
-BATCHES = [packed_batch(1), packed_batch(2, first=11)]
-OTHERS = [packed_batch(seed) for seed in range(3, 7)]
+@functools.cache
+def random_llama() -> Llama:
+    return init_llama(CONFIG, jax.random.key(0), scale=0.3)
+
+
+@functools.cache
+def measured_batches() -> list[Batch]:
+    return [packed_batch(1), packed_batch(2, first=11)]
+
+
+@functools.cache
+def fitted_batches() -> list[Batch]:
+    return [packed_batch(seed) for seed in range(3, 7)]
 
 
 PROGRAMS: tuple[Any, ...] = (
@@ -71,14 +82,14 @@ direct_sums: Any = jax.jit(distill_sums, static_argnums=0, static_argnames="obje
 
 def analyze_cuts(config: Config, llama: Llama, batches, cuts, **changes) -> Analysis:
     """Of students of boundary at the `cuts` (K, g), sorted."""
-    arguments = {"prompt_length": 100, "attention": Attention(), "calibration": OTHERS}
+    arguments = {"prompt_length": 100, "attention": Attention(), "calibration": fitted_batches()}
     lowest = min(k for k, _ in cuts)
     sweep = Sweep(config, llama, batches, lowest=lowest, **(arguments | changes))
     return sweep.summary(measure_all(sweep, [(k, g, "boundary") for k, g in cuts]))
 
 
 def analyzed(init: Init = "closed-form", **changes) -> Analysis:
-    return analyze_cuts(CONFIG, LLAMA, BATCHES, CUTS, init=init, **changes)
+    return analyze_cuts(CONFIG, random_llama(), measured_batches(), CUTS, init=init, **changes)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -141,16 +152,16 @@ def test_more_layers_take_no_more_programs():
         llama = init_llama(config, jax.random.key(0))
         cuts, _ = possible_cuts(config, range(1, num_layers), (1, 2), "closed-form")
         compiled.clear()
-        analyze_cuts(config, llama, BATCHES, cuts)
+        analyze_cuts(config, llama, measured_batches(), cuts)
         counts.append(compiled.count("/jax/core/compile/backend_compile_duration"))
     assert 5 < counts[1] <= counts[0]
 
 
 def student_of(k: int, g: int, init: Init) -> tuple[Config, Llama, SwiftKV, list[LayerFit]]:
     config = CONFIG.cut(k, g)
-    llama = split_layers(config, LLAMA)
+    llama = split_layers(config, random_llama())
     if init == "closed-form":
-        fit = calibrate(config, llama, OTHERS, attention=Attention())
+        fit = calibrate(config, llama, fitted_batches(), attention=Attention())
         return fit.config, llama, fit.delta, list(fit.layers)
     return config, llama, init_swiftkv(config, llama, start=init), []
 
@@ -166,13 +177,13 @@ def test_a_cut_equals_its_student(k, g, init, copies):
     config, llama, delta, layers = student_of(k, g, init)
     assert (delta.mix is not None) == (g > 1 and init == "closed-form")
     objective = Objective(temperature=1.0)
-    far = [only_far(config, Attention(), llama, batch) for batch in BATCHES]
+    far = [only_far(config, Attention(), llama, batch) for batch in measured_batches()]
     expected, of_far = (
         jax.tree.map(
             lambda *parts: float(sum(parts)),
             *(direct_sums(config, delta, llama, batch, objective=objective) for batch in batches),
         )
-        for batches in (BATCHES, far)
+        for batches in (measured_batches(), far)
     )
     np.testing.assert_allclose(cut.kl, expected.kl / expected.targets, rtol=1e-3, atol=1e-6)
     np.testing.assert_allclose(cut.agreement, expected.agreement / expected.targets, rtol=1e-6)
@@ -196,19 +207,19 @@ def test_r2_is_of_the_variance_that_keys_and_values_follow(analysis):
     """Squared correlations of each head's entries, of all tokens but first ones."""
     config, llama, delta, _ = student_of(3, 1, "closed-form")
     parts = []
-    for batch in BATCHES:
-        inputs, _ = sweep_programs.teacher_states(CONFIG, Attention(), LLAMA, batch)
+    for batch in measured_batches():
+        inputs, _ = sweep_programs.teacher_states(CONFIG, Attention(), random_llama(), batch)
         segments = np.asarray(batch.segment_ids)
         counted = (segments > 0) & (np.asarray(batch.positions) > 0)
 
         def normed(layer, inputs=inputs):
             x = np.asarray(inputs[layer], np.float64)
-            scale = np.asarray(LLAMA.lower.attn_norm[layer])
+            scale = np.asarray(random_llama().lower.attn_norm[layer])
             return x / np.sqrt(np.square(x).mean(-1, keepdims=True) + CONFIG.norm_eps) * scale
 
         layers = []
         for index, layer in enumerate(range(3, 6)):
-            own = LLAMA.lower_qkv
+            own = random_llama().lower_qkv
             pairs = [
                 (own.k[layer], own.k_bias[layer], delta.k[index], delta.k_bias[index]),
                 (own.v[layer], own.v_bias[layer], delta.v[index], delta.v_bias[index]),
@@ -235,7 +246,7 @@ def test_r2_is_of_the_variance_that_keys_and_values_follow(analysis):
 
 def test_only_the_closed_form_counts_calibration_tokens(copies):
     counted = {init: found.calibration_tokens for init, found in copies.items()}
-    assert counted == {"authors": 0, "leader": 0, "closed-form": len(OTHERS) * 4 * 13}
+    assert counted == {"authors": 0, "leader": 0, "closed-form": len(fitted_batches()) * 4 * 13}
 
 
 def planned(lower: Sequence[int], mesh: Mesh | None = None) -> list[tuple[int, dict[int, int]]]:
@@ -285,13 +296,13 @@ def test_costs(analysis):
 
 def test_similarity_is_the_mean_cosine_of_real_tokens(analysis):
     """The embedding, the input of layer 3 and the last layer's output, in float64."""
-    model = add_swiftkv(Model(llama=LLAMA, swiftkv=None, config=CONFIG), 3)
+    model = add_swiftkv(Model(llama=random_llama(), swiftkv=None, config=CONFIG), 3)
     cosines, real = np.zeros((3, 3)), 0
-    for batch in BATCHES:
+    for batch in measured_batches():
         states = [
-            LLAMA.embed[batch.tokens],
+            random_llama().embed[batch.tokens],
             run_lower_layers(model.config, model.llama, batch)[0],
-            teacher(CONFIG, LLAMA, batch),
+            teacher(CONFIG, random_llama(), batch),
         ]
         units = np.stack(
             [x / np.linalg.norm(x, axis=-1, keepdims=True) for x in np.asarray(states, np.float64)]
@@ -309,9 +320,9 @@ def test_similarity_is_the_mean_cosine_of_real_tokens(analysis):
 @pytest.mark.long
 def test_a_mesh_gives_the_same(analysis):
     mesh = make_mesh((2, 2))
-    llama = jax.device_put(LLAMA, llama_shardings(CONFIG, mesh))
-    batches = [jax.device_put(batch, batch_sharding(mesh)) for batch in BATCHES]
-    others = [jax.device_put(batch, batch_sharding(mesh)) for batch in OTHERS]
+    llama = jax.device_put(random_llama(), llama_shardings(CONFIG, mesh))
+    batches = [jax.device_put(batch, batch_sharding(mesh)) for batch in measured_batches()]
+    others = [jax.device_put(batch, batch_sharding(mesh)) for batch in fitted_batches()]
     attention = Attention(mesh)
     ours = analyze_cuts(CONFIG, llama, batches, CUTS, attention=attention, calibration=others)
     np.testing.assert_allclose(

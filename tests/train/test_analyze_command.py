@@ -17,7 +17,7 @@ from swiftkv_jax.train.analysis import analyze
 from swiftkv_jax.train.analysis.analysis_table import describe_dips
 from swiftkv_jax.train.analysis.sweep import CutResult, LayerR2, Sweep
 from swiftkv_jax.train.loss import quality
-from tests.train.test_analyze import BATCHES, CONFIG, LLAMA, analyze_cuts
+from tests.train.test_analyze import CONFIG, analyze_cuts, measured_batches, random_llama
 from tests.train.test_recommendation import cut as made_cut
 
 FUNCTION = "def f(x):\n    return x + 1\n\n\n"
@@ -192,7 +192,7 @@ def test_without_text_to_calibrate_on_there_is_one_line(tmp_path, capsys):
 
 
 def test_without_matplotlib_there_is_no_picture(tmp_path, monkeypatch, log):
-    analysis = analyze_cuts(CONFIG, LLAMA, BATCHES, [(5, 1)], init="leader")
+    analysis = analyze_cuts(CONFIG, random_llama(), measured_batches(), [(5, 1)], init="leader")
     monkeypatch.setattr(analyze, "matplotlib_missing", lambda: "pip install it")
     options = analyze.AnalyzeOptions(groups="1", output_dir=tmp_path)
     found = analyze.Findings(analysis, None, analyze.settle(options))

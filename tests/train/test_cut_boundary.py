@@ -19,7 +19,7 @@ from swiftkv_jax.train.analysis.sweep import Sweep
 from swiftkv_jax.train.loss import far_tokens
 from swiftkv_jax.train.loss.distill import Objective, distill_sums
 from swiftkv_jax.train.loss.far_tokens import only_far
-from tests.train.test_analyze import CONFIG, LLAMA, OTHERS, packed_batch
+from tests.train.test_analyze import CONFIG, fitted_batches, packed_batch, random_llama
 
 TAIL, NEURONS = 3, 12
 BATCHES = [packed_batch(1, first=11), packed_batch(2, first=13)]
@@ -35,19 +35,19 @@ def sweep():
             patch.setattr(module, "quarter_of_neurons", lambda config: NEURONS)
         yield Sweep(
             CONFIG,
-            LLAMA,
+            random_llama(),
             BATCHES,
             prompt_length=100,
             attention=Attention(),
-            calibration=OTHERS,
+            calibration=fitted_batches(),
             exact_tail=TAIL,
         )
         program.clear_cache()
 
 
 def student(cut: Config):
-    llama = split_layers(cut, LLAMA)
-    return llama, calibrate(cut, llama, OTHERS, attention=Attention())
+    llama = split_layers(cut, random_llama())
+    return llama, calibrate(cut, llama, fitted_batches(), attention=Attention())
 
 
 def own_batch(batch: Batch) -> Batch:

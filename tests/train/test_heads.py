@@ -16,7 +16,7 @@ from swiftkv_jax.train.analysis.heads import (
     describe_heads,
     head_scores,
 )
-from tests.train.test_analyze import CONFIG, LLAMA
+from tests.train.test_analyze import CONFIG, random_llama
 
 
 def test_the_demo_teacher():
@@ -59,9 +59,9 @@ def test_shares_are_those_of_softmax(window):
 @pytest.mark.long
 def test_a_mesh_gives_the_same():
     mesh = make_mesh((2, 2))
-    llama = jax.device_put(LLAMA, llama_shardings(CONFIG, mesh))
+    llama = jax.device_put(random_llama(), llama_shardings(CONFIG, mesh))
     ours = head_scores(CONFIG, llama, Attention(mesh))
-    theirs = head_scores(CONFIG, LLAMA, Attention())
+    theirs = head_scores(CONFIG, random_llama(), Attention())
     for one, other in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(one.induction, other.induction, atol=1e-5)
         np.testing.assert_allclose(one.previous_token, other.previous_token, atol=1e-5)
