@@ -16,7 +16,7 @@ def random(*shape: int):
 
 
 @pytest.mark.parametrize("format", [None, "int8"])
-@pytest.mark.parametrize("adapter", [[[0], [3], [1], [2]], [[0, 1, 2, 3, 0]]])
+@pytest.mark.parametrize("adapter", [[[0], [3], [1], [2]], [[0, 1, 2, 3, 0]], [[2]], [[0]]])
 def test_rows(format, adapter):
     """Of one adapter for all of a row's tokens, and of one for each token; outputs in two parts, as
     those of gate and up."""

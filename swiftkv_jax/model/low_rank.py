@@ -26,6 +26,11 @@ class Terms:
         the adapter before stays."""
         return Terms(self.a.at[place].set(one.a), self.b.at[:, place].set(one.b))
 
+    def only(self, place: Any) -> Terms:
+        """Terms of the adapter in one place, as of S = 1."""
+        take = jax.lax.dynamic_index_in_dim
+        return Terms(take(self.a, place, 0), take(self.b, place, 1))
+
 
 @struct.dataclass
 class Adapted:

@@ -198,6 +198,10 @@ def _low_rank(
 ) -> Float[Array, "B T O"]:
     """The part of a product with `x` that each row's adapter adds."""
     count, rank, _ = terms.a.shape
+    if adapter.size == 1:  # of one row those of its adapter are read alone
+        place = jnp.maximum(adapter.reshape(()) - 1, 0)
+        terms, count = terms.only(place), 1
+        adapter = jnp.minimum(adapter, 1)
     inside = product("BTI,RI->BTR", x, terms.a.reshape(count * rank, -1))
     number = jnp.repeat(jnp.arange(1, count + 1), rank)
     inside = jnp.where(number == adapter[..., None], inside, 0)
