@@ -19,9 +19,8 @@ async def load_adapter(app: App, exchange: HTTPExchange) -> None:
         name = body.lora_name
         if not name or len(name) > 256 or not name.isprintable():
             raise invalid("lora_name", "`lora_name` must be 1 to 256 characters")
-        if name in app.model_names or app.adapters.get(name) is not None:
-            message = f"The lora adapter {name!r} has already been loaded."
-            raise invalid("lora_name", message)
+        if name in app.model_names:
+            raise invalid("lora_name", f"{name!r} is the name of the model")
         path = (folder / body.lora_path).resolve()
         if not path.is_relative_to(folder.resolve()):
             message = "`lora_path` is not below the server's --allow-runtime-lora"

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from ...errors import UsageError
 from .service import Service
 
 RETIRE_SECONDS = 0.1
@@ -34,6 +35,7 @@ class ServedAdapters:
         self._names = {name: name for name in loaded}
         """Name of each that the engine has."""
         self._count = itertools.count(2)
+        self._loading = asyncio.Lock()
         self._retiring: set[asyncio.Task[None]] = set()
 
     def get(self, name: str | None) -> ServedAdapter | None:
@@ -46,12 +48,16 @@ class ServedAdapters:
     async def load(self, name: str, path: Path) -> None:
         """Load an adapter. Raises `UsageError` and `CheckpointError`."""
         engine = self._service.engine
-        adapter = await asyncio.to_thread(engine.read_adapter, path)
-        engine_name = f"{name} ({next(self._count)})"
-        insert = engine.call(lambda engine: engine.adapters.insert(engine_name, adapter))
-        await asyncio.wrap_future(insert)
-        self._names[engine_name] = name
-        self._served[name] = ServedAdapter(engine_name, str(path))
+        async with self._loading:
+            if name in self._served:
+                message = f"The lora adapter {name!r} has already been loaded."
+                raise UsageError(message, option="adapter")
+            adapter = await asyncio.to_thread(engine.read_adapter, path)
+            engine_name = f"{name} ({next(self._count)})"
+            insert = engine.call(lambda engine: engine.adapters.insert(engine_name, adapter))
+            await asyncio.wrap_future(insert)
+            self._names[engine_name] = name
+            self._served[name] = ServedAdapter(engine_name, str(path))
 
     def unload(self, name: str) -> None:
         """Take no further requests for an adapter. Those that have been taken keep it."""
