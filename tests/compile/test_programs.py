@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.predict import model
+from swiftkv_jax.infer.runner.host_pages import SIZES, MoveProgram
 from swiftkv_jax.infer.runner.lowering import (
     DecodeKind,
     DecodeProgram,
@@ -81,6 +82,26 @@ def test_decode(name):
     bound = 64 if config is LLAMA_8B or topology.startswith("h200") else 320
     memory = check(name, lowered, config, True, kernels_on_gpu=2)
     assert memory.temp_size_in_bytes <= bound * MIB
+
+
+@pytest.mark.parametrize("name", ["8B on an H200", "70B on 8 H200", "8B on a v6e", "70B on 4 v5p"])
+def test_moves_of_pages_to_the_host_and_back(name):
+    """They return and take arrays in host memory, and update the cache in place. Temporaries are
+    the pages themselves, two or three times. A described GPU does not say where operands are."""
+    config, topology, mesh, _ = MACHINES[name]
+    on_gpu = topology.startswith("h200")
+    token = bytes_per_token(config, jnp.bfloat16) / math.prod(mesh)
+    pages = SIZES[0] * 128 * token
+    for saves in (True, False):
+        program = MoveProgram(saves, SIZES[0])
+        lowered = lower_program(config, program, **SHAPE, mesh=topology_mesh(topology, mesh))
+        memory: Any = lowered.compile().memory_analysis()
+        on_host = memory.host_output_size_in_bytes if saves else memory.host_argument_size_in_bytes
+        temporaries = memory.temp_size_in_bytes / pages
+        print(f"{name}, {program}: {on_host / MIB:.0f} MiB on the host, {temporaries=:.2f}")
+        assert on_host == pages or (on_gpu and not saves)
+        assert temporaries < (2 if on_gpu else 3.1)
+        assert saves or memory.alias_size_in_bytes >= SLOTS * SHAPE["max_model_len"] * token
 
 
 # On TPUs 1.4 MiB of temporaries a layer are no arrays of the program: with 8 layers Qwen3-8B has 25

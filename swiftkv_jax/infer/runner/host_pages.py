@@ -9,7 +9,6 @@ copy that saves it, and the host for neither.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import itertools
 import os
@@ -21,12 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from ... import __version__
 from ...errors import UsageError
 from ...model.cache import KVCache, Pool, cache_shapes
+from ...model.mesh import dp_size
 from ...model.params import Leaf
 from ...plan.hardware import GIB
 from ...process.files import private_directory
@@ -74,9 +74,12 @@ def num_host_pages(options: EngineOptions, layout: Layout, platform: str) -> int
     size = options.prefix_cache_host
     if size is None:
         return 0
-    if layout.mesh is not None and layout.mesh.size > 1:
-        raise _refusal(f" is for one device, the mesh has {layout.mesh.size}")
-    page = layout.page_bytes(options.page_size)
+    if (shards := dp_size(layout.mesh)) > 1:
+        raise _refusal(f" is for one data-parallel shard, the mesh has {shards}")
+    if jax.process_count() > 1:
+        raise _refusal(f" is for one process, there are {jax.process_count()}")
+    devices = 1 if layout.mesh is None else layout.mesh.size
+    page = devices * layout.page_bytes(options.page_size)
     for name in ("prefix_cache_host", "prefix_cache_disk"):
         if (given := getattr(options, name)) is not None and given < LEAST_PAGES * page:
             least = f"{LEAST_PAGES * page / 2**20:.1f} MiB"
@@ -101,14 +104,14 @@ def move_programs(layout: Layout, shapes: Shapes) -> Iterator[tuple[MoveProgram,
     """(program, jitted function, operands) of each program; none without host memory."""
     if not shapes.host_pages:
         return
-    host = _host_sharding(layout)
-    cache = layout.cache(shapes)
-    save = jax.jit(save_pages, out_shardings=host)
-    page = host_page(layout, shapes.page_size)
+    cache, page = layout.cache(shapes), host_page(layout, shapes.page_size)
+    placed = jax.tree.map(lambda leaf: leaf.sharding, cache)
+    load = jax.jit(load_pages, donate_argnames="cache", out_shardings=placed)
     for count in SIZES:
+        save = jax.jit(save_pages, out_shardings=(_host_sharding(layout),) * count)
         numbers = layout.array((count,), jnp.int32)
         yield MoveProgram(True, count), save, (cache, numbers)
-        yield MoveProgram(False, count), load_pages, (cache, numbers, (page,) * count)
+        yield MoveProgram(False, count), load, (cache, numbers, (page,) * count)
 
 
 def host_page(layout: Layout, page_size: int) -> HostPage:
@@ -116,8 +119,12 @@ def host_page(layout: Layout, page_size: int) -> HostPage:
     cache = cache_shapes(layout.config, 1, page_size, layout.cache_dtype)
     (page,) = jax.eval_shape(save_pages, cache, jax.ShapeDtypeStruct((1,), jnp.int32))
     host = _host_sharding(layout)
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host), page
+
+    def placed(sharding):
+        return lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return HostPage(
+        jax.tree.map(placed(host.pools), page.pools), jax.tree.map(placed(host.tap), page.tap)
     )
 
 
@@ -130,10 +137,10 @@ def save_pages(cache: KVCache, pages: Int[Array, " N"]) -> tuple[HostPage, ...]:
     pools = [jax.tree.map(gather, pool) for pool in (*cache.k, *cache.v)]
     joined = jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *pools)
     found = HostPage(joined, None if cache.tap is None else gather(cache.tap))
-    return tuple(jax.tree.map(lambda leaf, n=n: leaf[n], found) for n in range(len(pages)))
+    each = tuple(jax.tree.map(lambda leaf, n=n: leaf[n], found) for n in range(len(pages)))
+    return jax.device_put(each, jax.memory.Space.Host)
 
 
-@functools.partial(jax.jit, donate_argnames="cache")
 def load_pages(cache: KVCache, pages: Int[Array, " N"], saved: tuple[HostPage, ...]) -> KVCache:
     """The cache with `saved` in these pages. Nothing is written for page numbers past the pool."""
     saved = jax.device_put(saved, jax.memory.Space.Device)
@@ -151,12 +158,15 @@ def load_pages(cache: KVCache, pages: Int[Array, " N"], saved: tuple[HostPage, .
     return KVCache(tuple(pools[:layers]), tuple(pools[layers:]), tap)
 
 
-def _host_sharding(layout: Layout) -> Sharding:
-    sharding = layout.cache_sharding
+def _host_sharding(layout: Layout) -> HostPage:
+    """The shardings of a page's arrays: heads are split as those of the cache are."""
+    pools: Any = layout.cache_sharding
+    tap = pools
     if layout.mesh is not None:
-        sharding = NamedSharding(layout.mesh, PartitionSpec())
-    assert sharding is not None
-    return sharding.with_memory_kind("pinned_host")
+        heads = (*pools.spec, None, None)[1]
+        pools = NamedSharding(layout.mesh, PartitionSpec(None, heads))
+        tap = NamedSharding(layout.mesh, PartitionSpec())
+    return HostPage(pools.with_memory_kind("pinned_host"), tap.with_memory_kind("pinned_host"))
 
 
 # Arrays -----------------------------------------------------------------------
@@ -241,7 +251,8 @@ class HostPages:
         for leaf, stop in zip(leaves, itertools.accumulate(sizes), strict=True):
             part = content[stop - leaf.size * leaf.dtype.itemsize : stop]
             arrays.append(np.frombuffer(part, leaf.dtype).reshape(leaf.shape))
-        return jax.device_put(jax.tree.unflatten(tree, arrays), _host_sharding(self._layout))
+        places = [leaf.sharding for leaf in leaves]
+        return jax.tree.unflatten(tree, jax.device_put(arrays, places))
 
 
 def _encode(page: HostPage) -> list[np.ndarray]:

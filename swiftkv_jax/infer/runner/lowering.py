@@ -25,7 +25,7 @@ from .decode_programs import copy_pages, decode
 from .decode_state import PageTables, insert_row, insert_sequences, update_page_tables
 from .drafts import Drafting
 from .first_token import first_token
-from .host_pages import MoveProgram, move_programs
+from .host_pages import LEAST_PAGES, MoveProgram, move_programs
 from .kv_heads import with_kv_head_copies
 from .layout import Layout
 from .prefill_chunk import (
@@ -346,6 +346,8 @@ def _shapes_of(program: Program, page_size: int) -> dict[str, Any]:
             return {"chunks": (tokens,), "contexts": (context,), **upper}
         case "first_token":
             return {"first_tokens": True}
+        case MoveProgram():
+            return {"host_pages": LEAST_PAGES}
         case DecodeProgram(rows, width=width):
             kinds = {"decode_rows": (rows,), "decode_kinds": ("sampling", "greedy")}
             return kinds if width == 1 else {**kinds, "widths": (width,)}

@@ -11,6 +11,7 @@ from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.page_store import PageStore
 from swiftkv_jax.infer.runner.build import build_model_runner
 from swiftkv_jax.infer.runner.host_pages import fingerprint
+from swiftkv_jax.model.mesh import make_mesh
 from tests.infer.engine.mock_requests import ask, check_empty, drain, prompt_of
 from tests.infer.engine.test_engine import collect, prompts_of, small
 from tests.infer.engine.test_page_store import files
@@ -117,13 +118,15 @@ def test_at_random(tmp_path, seed):
     assert loaded > 5
 
 
-def test_a_model_goes_on_from_disk(tmp_path):
+@pytest.mark.parametrize("shape", [None, pytest.param("1x2", marks=pytest.mark.long)])
+def test_a_model_goes_on_from_disk(tmp_path, shape):
     """Bytes of an int8 cache, with scales, over two engines; other weights find nothing."""
     requests = [ask((*prompt, *prompt)[:60], 4, ignore_eos=True) for prompt in prompts_of(3, 6)]
     memory = {"prefix_cache_host": 2**22, "prefix_cache_disk": 2**26, "prefix_cache_dir": tmp_path}
 
-    def engine_of(**fields) -> tuple[Engine, PageStore]:
-        engine = Engine.from_model(model(0), small(kv_cache_dtype="int8", **memory | fields))
+    def engine_of() -> tuple[Engine, PageStore]:
+        chosen = small(kv_cache_dtype="int8", **memory)
+        engine = Engine.from_model(model(0), chosen, mesh=shape and make_mesh(shape))
         store = engine.model_runner.host_pages.store
         assert store is not None
         return engine, store

@@ -275,16 +275,24 @@ def test_pages_come_back_bit_by_bit(format):
 
 
 @functools.cache
-def engine_with(format: str, **fields: Any) -> Engine:
-    return Engine.from_model(model(), small(kv_cache_dtype=format, **fields))
+def engine_with(format: str, mesh: str | None = None, **fields: Any) -> Engine:
+    chosen = small(kv_cache_dtype=format, **fields)
+    return Engine.from_model(model(), chosen, mesh=None if mesh is None else make_mesh(mesh))
 
 
-@pytest.mark.parametrize("format", ["auto", pytest.param("int8", marks=pytest.mark.long)])
-def test_answers_are_those_of_an_engine_that_computes_all(format, compilations):
-    cold = engine_with(format, enable_prefix_caching=False)
+@pytest.mark.parametrize(
+    ("format", "mesh"),
+    [
+        ("auto", None),
+        pytest.param("int8", None, marks=pytest.mark.long),
+        pytest.param("int8", "1x2", marks=pytest.mark.long),
+    ],
+)
+def test_answers_are_those_of_an_engine_that_computes_all(format, mesh, compilations):
+    cold = engine_with(format, mesh, enable_prefix_caching=False)
     size = cold.model_runner.layout.page_bytes(4)
-    memory = {"kv_cache_memory": 24 * size, "prefix_cache_host": 200 * size}
-    engine = engine_with(format, **memory)
+    memory = {"kv_cache_memory": 24 * size, "prefix_cache_host": 400 * size}
+    engine = engine_with(format, mesh, **memory)
     rng = random.Random(3)
     prefixes = [[rng.randrange(61) for _ in range(40)] for _ in range(5)]
     requests = []
@@ -320,7 +328,9 @@ def test_what_cannot_be_kept_is_refused(monkeypatch):
 
     refused("is too small: 16 pages of this model are", prefix_cache_host=1000)
     refused("exceeds the memory of this machine", prefix_cache_host=2**50)
-    refused("is for one device, the mesh has 2", "1x2", prefix_cache_host=2**20)
+    refused(
+        "one data-parallel shard, the mesh has 2", "2x1", prefix_cache_host=2**20, max_num_seqs=8
+    )
     refused("needs `enable_prefix_caching`", prefix_cache_host=2**20, enable_prefix_caching=False)
     refused("must be a whole number from 1 up", prefix_cache_host=0)
     monkeypatch.setenv(PINNED_LIMIT, "0")
