@@ -35,19 +35,24 @@ def overview() -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code."""
-    argv = sys.argv[1:] if argv is None else argv
     from . import cli
 
-    if argv and argv[0] in ("--help", "-h", "--version"):
-        text = f"swiftkv-jax {__version__}" if argv[0] == "--version" else overview()
-        return cli.run(lambda: print(text) or cli.OK)
-    if not argv or argv[0] not in COMMANDS:
-        what = f"{argv[0]!r} is not a command" if argv else "a command is missing"
-        meant = _meant(argv[0]) if argv else ""
-        return cli.fail(f"{what}: choose from {', '.join(COMMANDS)}{meant}", cli.USAGE)
-    module, _ = COMMANDS[argv[0]]
-    rest = argv if argv[0] == "serve" else argv[1:]
-    return importlib.import_module(f".{module}", __package__).main(rest)
+    if argv is None:
+        argv = sys.argv[1:]
+    choices = f"choose from {', '.join(COMMANDS)}"
+    if not argv:
+        return cli.fail(f"a command is missing: {choices}", cli.USAGE)
+    command = argv[0]
+    if command == "--version":
+        return cli.run(lambda: print(f"swiftkv-jax {__version__}") or cli.OK)
+    if command in ("--help", "-h"):
+        return cli.run(lambda: print(overview()) or cli.OK)
+    if command not in COMMANDS:
+        message = f"{command!r} is not a command: {choices}{_meant(command)}"
+        return cli.fail(message, cli.USAGE)
+    if command != "serve":  # the others' modules are of their own
+        argv = argv[1:]
+    return importlib.import_module(f".{COMMANDS[command][0]}", __package__).main(argv)
 
 
 def _meant(name: str) -> str:
@@ -60,8 +65,9 @@ def _meant(name: str) -> str:
     known |= {command: f"infer {command}" for command in infer if command not in known}
     known |= {command: f"train {command}" for command in train}
     known |= {command: f"convert {command}" for command in ("hf2orbax", "orbax2hf", "inspect")}
-    close = cli.closest(name, known)
-    return "" if close is None else f": did you mean {known[close]}?"
+    if close := cli.closest(name, known):
+        return f": did you mean {known[close]}?"
+    return ""
 
 
 def program() -> NoReturn:

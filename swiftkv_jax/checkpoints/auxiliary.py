@@ -66,10 +66,12 @@ def read_auxiliary_files(path: Path) -> tuple[Config, AuxiliaryFiles, tuple[int,
     contents = {name: (path / name).read_bytes() for name in names if (path / name).is_file()}
     for name, content in contents.items():
         check_no_pointer(path / name, content)
-    generation = read_json(path / GENERATION_CONFIG) if GENERATION_CONFIG in contents else {}
-    eos = generation.get("eos_token_id")
-    eos_token_ids = _token_ids(path, hf_config.get("eos_token_id") if eos is None else eos)
-    return config, AuxiliaryFiles(contents, hf_config), eos_token_ids
+    eos = None
+    if GENERATION_CONFIG in contents:
+        eos = read_json(path / GENERATION_CONFIG).get("eos_token_id")
+    if eos is None:
+        eos = hf_config.get("eos_token_id")
+    return config, AuxiliaryFiles(contents, hf_config), _token_ids(path, eos)
 
 
 @functools.cache
@@ -122,13 +124,13 @@ def to_hf_config(
     kept = {name: value for name, value in original.items() if name not in stale}
     if quantization == "fp8":
         fields = original.get("quantization_config") or {}
-        # That of a wrapped model may have another name for the head.
-        same = "lm_head" in (fields.get("ignore") or ())
         ours = quantization_config(experts=config.num_experts > 0)
-        if same:
+        kept["quantization_config"] = ours
+        # That of a wrapped model may have another name for the head.
+        if "lm_head" in (fields.get("ignore") or ()):
             theirs = read_quantization_config(fields)
-            same = theirs.kept == "fp8" and theirs.groups == read_quantization_config(ours).groups
-        kept["quantization_config"] = fields if same else ours
+            if theirs.kept == "fp8" and theirs.groups == read_quantization_config(ours).groups:
+                kept["quantization_config"] = fields
     width = {"intermediate_size": config.mlp_dim}
     return width | kept | config_to_hf(config) | {"torch_dtype": dtype_name}
 
@@ -158,7 +160,7 @@ def load_tokenizer(path: Path, auxiliary_files: AuxiliaryFiles) -> Any:
     except CheckpointError:
         raise
     except Exception as error:  # whatever the files make transformers and tokenizers raise
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(f"{path}: the tokenizer cannot be loaded ({reason})") from None
 
 
@@ -179,7 +181,11 @@ def read_json(file: Path, error_type: type[CheckpointError] = CheckpointError) -
 
 
 def _token_ids(path: Path, value: Any) -> tuple[int, ...]:
-    ids = [] if value is None else value if isinstance(value, list) else [value]
+    ids = value
+    if value is None:
+        ids = []
+    elif not isinstance(value, list):
+        ids = [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
         raise CheckpointError(
             f"{path}: eos_token_id={value!r} must be a token id or a list of them"

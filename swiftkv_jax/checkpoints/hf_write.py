@@ -95,11 +95,10 @@ def write_hf(
     with new_directory(path) as partial:
         shards = _split(tensors, shard_bytes)
         blocks = _values(source, tensors, wanted, progress)
-        names = (
-            [SINGLE_FILE]
-            if len(shards) == 1
-            else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-        )
+        count = len(shards)
+        names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        if count == 1:
+            names = [SINGLE_FILE]
         for name, shard in zip(names, shards, strict=True):
             mine = itertools.islice(blocks, len(shard))
             if jax.process_index() == 0:

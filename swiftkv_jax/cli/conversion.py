@@ -155,7 +155,9 @@ def _facts(opened: Source, kind: str) -> list[tuple[str, str]]:
     num_bytes = sum(_num_bytes(opened, leaf) for leaf in opened.leaves)
     dtype = opened.dtypes["embed"]
     teacher = bytes_per_token(config, dtype, swiftkv=False)
-    tied = config.tie_word_embeddings
+    vocabulary = str(config.vocab_size)
+    if config.tie_word_embeddings:
+        vocabulary += ", head tied to embedding"
     facts = [
         ("kind", kind),
         ("layers", f"{config.num_layers} of width {config.embed_dim}, {_mlp(config)}"),
@@ -163,7 +165,7 @@ def _facts(opened: Source, kind: str) -> list[tuple[str, str]]:
             "heads",
             f"{config.num_heads} query, {config.num_kv_heads} key/value, {config.head_dim} wide",
         ),
-        ("vocabulary", f"{config.vocab_size}{', head tied to embedding' if tied else ''}"),
+        ("vocabulary", vocabulary),
         ("family", config.family),
         ("attention", "; ".join(_kinds(config))),
         ("max positions", str(config.max_position_embeddings)),
@@ -192,13 +194,11 @@ def _facts(opened: Source, kind: str) -> list[tuple[str, str]]:
         facts.append(("file bytes", f"{size:,}"))
     if opened.has_delta:
         student = bytes_per_token(config, dtype)
-        answer = f", {answer_bytes_per_token(config, dtype):,} of an answer"
+        found = f"{teacher:,} teacher, {student:,} student ({100 * student / teacher:.1f} %)"
+        if config.has_two_caches:
+            found += f", {answer_bytes_per_token(config, dtype):,} of an answer"
         row = [name for name, _ in facts].index("KV bytes per token")
-        facts[row] = (
-            "KV bytes per token",
-            f"{teacher:,} teacher, {student:,} student ({100 * student / teacher:.1f} %)"
-            + (answer if config.has_two_caches else ""),
-        )
+        facts[row] = ("KV bytes per token", found)
     return facts
 
 

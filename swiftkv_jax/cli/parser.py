@@ -66,8 +66,13 @@ class ArgumentParser(argparse.ArgumentParser):
             if not self._is_unknown(word):
                 continue
             name, equals, value = word.partition("=")
-            after = args[number + 1] if number + 1 < len(args) else "-"
-            unknown.append((name, value if equals else None if after[:1] == "-" else after))
+            after = args[number + 1 : number + 2]
+            if equals:
+                unknown.append((name, value))
+            elif after and not after[0].startswith("-"):
+                unknown.append((name, after[0]))
+            else:
+                unknown.append((name, None))
         if unknown:
             instead = advice(self._elsewhere, unknown)
             self.error("; ".join(map(self._describe, unknown, instead)))
@@ -83,9 +88,9 @@ class ArgumentParser(argparse.ArgumentParser):
         return word[:2] not in known  # -mDIR is -m DIR
 
     def _describe(self, flag: tuple[str, str | None], instead: str | None) -> str:
-        name, value = flag
         if instead is not None:
-            return f"{name}{'' if value is None else f' {value}'}: {instead}"
+            return f"{' '.join(filter(None, flag))}: {instead}"
+        name = flag[0]
         return f"unknown flag {name}{did_you_mean(name, self._option_string_actions)}"
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -95,7 +100,10 @@ class ArgumentParser(argparse.ArgumentParser):
         message = f"invalid choice: {value!r} (choose from {', '.join(map(repr, choices))})"
         flags = (f"{flag} {value}" for flag in action.option_strings)
         instead = next((self._elsewhere[flag] for flag in flags if flag in self._elsewhere), None)
-        message += did_you_mean(str(value), choices) if instead is None else f": {instead}"
+        if instead is None:
+            message += did_you_mean(str(value), choices)
+        else:
+            message += f": {instead}"
         raise argparse.ArgumentError(action, message)
 
 
@@ -108,8 +116,9 @@ def closest(given: str, known: Iterable[str]) -> str | None:
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
     """`: did you mean X?`, X being the `closest`; empty if there is none."""
-    close = closest(given, known)
-    return "" if close is None else f": did you mean {close}?"
+    if close := closest(given, known):
+        return f": did you mean {close}?"
+    return ""
 
 
 def run_command(
@@ -131,9 +140,12 @@ def run_command(
 def parse_size(text: str) -> int:
     """`"24g"` -> bytes; k, m, g and t are powers of 1024. Raises `UsageError`."""
     units = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-    unit = units.get(text[-1:].lower())
+    number = text
+    unit = units.get(text[-1:].lower(), 1)
+    if unit > 1:
+        number = text[:-1]
     try:
-        size = float(text if unit is None else text[:-1]) * (unit or 1)
+        size = float(number) * unit
     except ValueError:
         size = math.nan
     if not 0 < size < math.inf:

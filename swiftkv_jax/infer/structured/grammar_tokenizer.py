@@ -44,7 +44,9 @@ def grammar_tokenizer(text: str) -> str:
     found["pre_tokenizer"] = _without_prefix(found["pre_tokenizer"])
     found["post_processor"] = None
     made = json.dumps(found, ensure_ascii=False)
-    return made.replace(_SPACE, _HIDDEN_SPACE) if model.get("byte_fallback") else made
+    if model.get("byte_fallback"):
+        made = made.replace(_SPACE, _HIDDEN_SPACE)
+    return made
 
 
 def hide_token_names(lark: str) -> str:
@@ -96,10 +98,11 @@ def _spelling_of_spaces(normalizer: dict[str, Any] | None) -> dict[str, Any] | N
     """Keep, of a normalizer, what spells spaces as the vocabulary does."""
     if normalizer is None or normalizer["type"] == "Sequence":
         inside = map(_spelling_of_spaces, (normalizer or {}).get("normalizers", ()))
-        kept = [one for one in inside if one is not None]
-        return {"type": "Sequence", "normalizers": kept} if kept else None
-    is_space = normalizer["type"] == "Replace" and normalizer["pattern"] == {"String": " "}
-    return normalizer if is_space else None
+        if kept := [one for one in inside if one is not None]:
+            return {"type": "Sequence", "normalizers": kept}
+    elif normalizer["type"] == "Replace" and normalizer["pattern"] == {"String": " "}:
+        return normalizer
+    return None
 
 
 def _without_prefix(pre_tokenizer: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -280,9 +280,7 @@ def _attention_dq(
     @pl.when(jnp.logical_not(full))
     def _():
         key_end = jnp.minimum(query0 + bq, length)
-        low, high = visible_chunks(
-            None if key_first is None else key_first - key0, key_end - key0, chunk, bkv // chunk
-        )
+        low, high = visible_chunks(key_first, key_end, key0, chunk, bkv // chunk)
 
         @pl.loop(low, high)
         def _(c):
@@ -382,9 +380,7 @@ def _attention_dkv(
     @pl.when(jnp.logical_not(full))
     def _():
         key_end = jnp.minimum(query0 + bq, length)
-        low, high = visible_chunks(
-            None if key_first is None else key_first - key0, key_end - key0, chunk, bkv // chunk
-        )
+        low, high = visible_chunks(key_first, key_end, key0, chunk, bkv // chunk)
 
         @pl.loop(0, heads)
         def _(head):

@@ -94,20 +94,16 @@ def attention(
         lse_spec = pl.BlockSpec((rows, kv_heads, queries * group, LANES), tile_spec.index_map)
         lse_shape = jax.ShapeDtypeStruct((*tiles.shape[:3], LANES), jnp.float32)
     hbm = pl.BlockSpec(memory_space=pl.ANY)
-    buffer = pltpu.VMEM(
-        (
-            tuning.buffers,
-            kv_heads,
-            *((head_dim, block_kv) if positions_minor else (block_kv, head_dim)),
-        ),
-        k.dtype,
-    )
+    block = (head_dim, block_kv) if positions_minor else (block_kv, head_dim)
+    buffer = pltpu.VMEM((tuning.buffers, kv_heads, *block), k.dtype)
     # Eight rows of scales share a tile of HBM, which cannot be cut: a group of fewer heads takes
     # the scales of all.
     scale_heads = kv_heads if kv_heads % 8 == 0 else all_kv_heads
     scale_buffer = pltpu.VMEM((tuning.buffers, scale_heads, block_kv), jnp.float32)
 
-    read = capacity if window is None else min(capacity, window + queries - 1)
+    read = capacity
+    if window is not None:
+        read = min(capacity, window + queries - 1)
     work = batch * heads * queries * read
     cache_bytes = (
         2 * batch * read * all_kv_heads * (head_dim * k.dtype.itemsize + (4 if scales else 0))
@@ -188,6 +184,8 @@ def _kernel(
     unshift = 2.0**FLOAT8_SHIFT if kv_refs[0].dtype == jnp.float8_e4m3fn else 1.0
     factor = unshift * head_dim**-0.5 * math.log2(math.e)
 
+    stored = "KHS" if positions_minor else "KSH"
+
     def kv_at(positions):
         return (slice(None), positions) if positions_minor else (positions, slice(None))
 
@@ -222,10 +220,10 @@ def _kernel(
         pool, a page at a time."""
         ends = []
         step = chunks if table_ref is None else min(chunks, page // CHUNK)
-        begin = None if window is None else chunk_of(row, block)
+        begin = chunk_of(row, block)
         for part in range(0, chunks, step):
             source = row
-            start = (block * block_chunks if begin is None else begin) + first + part
+            start = begin + first + part
             if table_ref is not None:
                 source = table_ref[row, lax.div(start, page // CHUNK)]
                 start = lax.rem(start, page // CHUNK)
@@ -301,14 +299,10 @@ def _kernel(
             running_max, total, acc = carry
             here = pl.ds(pl.multiple_of(first, CHUNK), size)
             k, v = (buffer[slot, :, *kv_at(here)] for buffer in kv_buffers)
-            k_scale, v_scale = (
-                (my_heads(buffer[slot, :, here])[:, None] for buffer in scale_buffers)
-                if scale_buffers
-                else (1.0, 1.0)
-            )
-            scores = _dot("KRH,KHS->KRS" if positions_minor else "KRH,KSH->KRS", q, k) * (
-                k_scale * factor
-            )
+            k_scale = v_scale = 1.0
+            if scale_buffers:
+                k_scale, v_scale = (my_heads(buf[slot, :, here])[:, None] for buf in scale_buffers)
+            scores = _dot(f"KRH,{stored}->KRS", q, k) * (k_scale * factor)
             start = block * block_kv if window is None else chunk_of(row, block) * CHUNK
             position = start + first + lax.broadcasted_iota(jnp.int32, (tile, size), 1)
             visible = position < end
@@ -320,7 +314,7 @@ def _kernel(
             weights = jnp.exp2(scores - new_max)
             total = decay * total + weights.sum(axis=2, keepdims=True)
             weights = (weights * (v_scale * unshift)).astype(q.dtype)
-            seen = _dot("KRS,KHS->KRH" if positions_minor else "KRS,KSH->KRH", weights, v)
+            seen = _dot(f"KRS,{stored}->KRH", weights, v)
             return new_max, total, decay * acc + seen
 
         # The maximum starts finite: a query that sees nothing in a block then gets weights of

@@ -90,11 +90,15 @@ def zero_past(x: Array, rows) -> Array:
     return jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, 0) < rows, x, jnp.zeros_like(x))
 
 
-def visible_chunks(first: Array | None, end: Array, chunk: int, count: int) -> tuple[Any, Array]:
-    """The first of the `count` chunks of a block that holds a key from `first` on, and one past the
-    last that holds one before `end`, both counted in keys from the start of the block."""
-    low = 0 if first is None else jnp.maximum(first, 0) // chunk
-    return low, jnp.minimum(pl.cdiv(end, chunk), count)
+def visible_chunks(
+    first: Array | None, end: Array, key0: Array, chunk: int, count: int
+) -> tuple[Any, Array]:
+    """The first of the `count` chunks of a block of keys from `key0` on that holds one from `first`
+    on, and one past the last that holds one before `end`."""
+    low: Any = 0
+    if first is not None:
+        low = jnp.maximum(first - key0, 0) // chunk
+    return low, jnp.minimum(pl.cdiv(end - key0, chunk), count)
 
 
 def dot_keys(q: Array, pages: list[Array], positions_minor: bool) -> Array:
@@ -135,8 +139,10 @@ def attention(
     page_table = operands.page_table
     segment_ids = operands.segment_ids
     batch, queries, num_heads, head_dim = q.shape
-    offset = jnp.zeros(batch, jnp.int32) if offset is None else offset
-    lengths = jnp.full(batch, queries, jnp.int32) if lengths is None else lengths
+    if offset is None:
+        offset = jnp.zeros(batch, jnp.int32)
+    if lengths is None:
+        lengths = jnp.full(batch, queries, jnp.int32)
     kv_heads, keys = k.shape[1:3]
     positions_minor = page_table is not None and head_dim % LANES != 0
     if page_table is not None:
@@ -156,7 +162,9 @@ def attention(
     query0 = bq * jnp.arange(num_q, dtype=jnp.int32)
     first = jnp.zeros((batch, num_q), jnp.int32)
     end = offset[:, None] + jnp.minimum(query0 + bq, lengths[:, None])
-    end = pl.cdiv(end if kv_lengths is None else jnp.minimum(end, kv_lengths[:, None]), bkv)
+    if kv_lengths is not None:
+        end = jnp.minimum(end, kv_lengths[:, None])
+    end = pl.cdiv(end, bkv)
     if window is not None:
         first = jnp.maximum(offset[:, None] + query0 - (window - 1), 0) // bkv
     q_id = kv_id = None
@@ -187,7 +195,8 @@ def attention(
     q = q.reshape(batch, queries, parts, heads, head_dim).transpose(0, 2, 3, 1, 4)
     # Keys a query, as if the last query were the last key.
     visible = max(keys - (queries - 1) / 2, 1)
-    visible = visible if window is None else min(visible, window)
+    if window is not None:
+        visible = min(visible, window)
     pairs = batch * num_heads * queries * visible
     kv_elements = 2 * batch * head_dim * num_q * parts * visible
     out, lse = pl.pallas_call(
@@ -367,9 +376,7 @@ def _kernel(
     # 3. The diagonal, the border of a document or of the window, or the last keys.
     @pl.when(real & jnp.logical_not(full))
     def _():
-        low, high = visible_chunks(
-            None if key_first is None else key_first - key0, key_end - key0, chunk, bkv // chunk
-        )
+        low, high = visible_chunks(key_first, key_end, key0, chunk, bkv // chunk)
         if len(k_refs) == 1:
             pl.loop(low, high)(functools.partial(attend, masked=True))
         else:  # which page is known only where the program is written

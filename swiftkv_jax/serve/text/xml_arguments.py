@@ -15,8 +15,9 @@ _NOTHING: Mapping[str, Any] = {}
 def argument_schema(schema: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return the schema of one argument from that of all."""
     properties = resolved(schema, schema).get("properties")
-    found = properties.get(name) if isinstance(properties, Mapping) else None
-    return resolved(found, schema)
+    if not isinstance(properties, Mapping):
+        return _NOTHING
+    return resolved(properties.get(name), schema)
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -28,8 +29,9 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
             return schema
         schema = root
         for part in reference.removeprefix("#").split("/")[1:]:
-            name = part.replace("~1", "/").replace("~0", "~")
-            schema = schema.get(name) if isinstance(schema, Mapping) else None
+            if not isinstance(schema, Mapping):
+                return _NOTHING
+            schema = schema.get(part.replace("~1", "/").replace("~0", "~"))
     return _NOTHING
 
 
@@ -39,17 +41,23 @@ def types_of(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int = 0)
         return {_type_of(value) for value in values}
     if "type" in schema:
         types = schema["type"]
-        return set(map(str, types if isinstance(types, list) else [types]))
+        if not isinstance(types, list):
+            types = [types]
+        return set(map(str, types))
     for keyword in ("anyOf", "oneOf", "allOf"):
         options = schema.get(keyword)
         if isinstance(options, list) and depth < _MAX_REFS:
             found = [types_of(resolved(one, root), root, depth + 1) for one in options]
             if keyword == "allOf":
                 return next(filter(None, found), set())
-            return set().union(*found) if all(found) else set()
+            if not all(found):
+                return set()
+            return set().union(*found)
     if "properties" in schema:
         return {"object"}
-    return {"array"} if "items" in schema or "prefixItems" in schema else set()
+    if "items" in schema or "prefixItems" in schema:
+        return {"array"}
+    return set()
 
 
 def literals_of(schema: Mapping[str, Any]) -> list[Any] | None:

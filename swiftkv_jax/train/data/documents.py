@@ -70,11 +70,9 @@ def parse_json(line: bytes, origin: str) -> Document | Unreadable:
 
 def parse_row(row: Any, origin: str) -> Document | Unreadable:
     """The document in one row. Null fields count as absent, for Arrow cannot tell the two apart."""
-    fields = (
-        {name: value for name, value in row.items() if value is not None}
-        if isinstance(row, dict)
-        else {}
-    )
+    fields = {}
+    if isinstance(row, dict):
+        fields = {name: value for name, value in row.items() if value is not None}
     try:
         found = _document(fields, origin)
     except _Malformed as error:
@@ -162,19 +160,19 @@ def _chat(origin: str, messages: list[Any], fields: dict[str, Any], *, given: in
         messages = [system, *messages]
         given = given and given + 1
     without_weight = {at for at, message in enumerate(messages) if _weight(at, message) == 0}
-    messages = [
-        {name: value for name, value in message.items() if name != "weight"}
-        if isinstance(message, dict)
-        else message
-        for message in messages
-    ]
     return Document(
         origin,
-        messages=normalize_messages(messages),
+        messages=normalize_messages(list(map(_without_weight, messages))),
         tools=_tools(fields.get("tools")),
         given=given,
         without_weight=frozenset(without_weight),
     )
+
+
+def _without_weight(message: Any) -> Any:
+    if not isinstance(message, dict):
+        return message
+    return {name: value for name, value in message.items() if name != "weight"}
 
 
 def _system(fields: dict[str, Any], messages: list[Any]) -> dict[str, Any] | None:
@@ -193,9 +191,9 @@ def _system(fields: dict[str, Any], messages: list[Any]) -> dict[str, Any] | Non
 
 def _weight(number: int, message: Any) -> float | None:
     """The `weight` of a message, as in OpenAI's format for fine-tuning. Raises `_Malformed`."""
-    weight = message.get("weight") if isinstance(message, dict) else None
-    if weight is None:
+    if not isinstance(message, dict) or message.get("weight") is None:
         return None
+    weight = message["weight"]
     if weight not in (0, 1):
         raise _Malformed(f"message {number}: `weight` must be 0 or 1, not {weight!r}")
     if weight and message.get("role") != "assistant":
@@ -234,6 +232,6 @@ def _sharegpt(turns: list[Any]) -> list[Any]:
 
 
 def _describe(row: Any) -> str:
-    return (
-        f"the fields {', '.join(row) or '(none)'}" if isinstance(row, dict) else type(row).__name__
-    )
+    if isinstance(row, dict):
+        return f"the fields {', '.join(row) or '(none)'}"
+    return type(row).__name__
