@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from swiftkv_jax.infer.bench.summary import compare, derive, variant_of
 from swiftkv_jax.infer.bench.timing import Raw, measure
 from swiftkv_jax.infer.engine.constrained import ConstrainedCall
 from swiftkv_jax.infer.engine.engine import Engine
+from swiftkv_jax.infer.engine.host_tier import HostPagesBase, PageMove
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.request_state import Chunk, SequenceState
 from swiftkv_jax.infer.engine.sampler_output import AsyncOutput, SamplerOutput
@@ -104,6 +106,19 @@ class PredictedRunner:
 
     def update_weights(self, model: Model, *, donate: bool) -> None:
         raise NotImplementedError("a prediction has no weights")
+
+    def read_adapter(self, path: Path) -> Any:
+        raise NotImplementedError("a prediction has no adapters")
+
+    def insert_adapter(self, number: int, adapter: Any) -> None:
+        raise NotImplementedError("a prediction has no adapters")
+
+    @property
+    def host_pages(self) -> HostPagesBase:
+        raise NotImplementedError("a prediction has no host memory")
+
+    def move_pages(self, moves: Sequence[PageMove]) -> None:
+        raise NotImplementedError("a prediction has no host memory")
 
     def remove_sequences(self, slots: Sequence[int]) -> None:
         for slot in slots:
