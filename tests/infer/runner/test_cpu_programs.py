@@ -1,5 +1,6 @@
-"""Compiled programs read weights in place."""
+"""Compiled programs read weights in place, and those of the same rows are traced together."""
 
+import dataclasses
 import math
 import re
 from typing import Any
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from swiftkv_jax import Config
+from swiftkv_jax.infer.runner import decode_programs
 from swiftkv_jax.infer.runner.lowering import DecodeProgram, PrefillProgram, lower_program
 from swiftkv_jax.model.mesh import make_mesh, parse_mesh
 
@@ -53,3 +55,25 @@ def test_a_mesh_gathers_no_gate_and_up(mesh):
     gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)
     sizes = [math.prod(map(int, shape.split(","))) for shape in gathered]
     assert max(sizes, default=0) < WIDE.mlp_dim * WIDE.embed_dim
+
+
+def test_programs_of_the_same_rows_are_traced_together(monkeypatch):
+    """One traces the layers and the sampler, and the next ones use that."""
+    calls = []
+
+    def counted(name):
+        function = getattr(decode_programs, name)
+
+        def call(*args, **options):
+            calls.append(name)
+            return function(*args, **options)
+
+        monkeypatch.setattr(decode_programs, name, call)
+
+    counted("run_lower_layers")
+    counted("sample")
+    config = dataclasses.replace(WIDE, vocab_size=53)
+    for rows, steps in ((2, 1), (2, 3), (4, 1), (4, 3)):
+        program = DecodeProgram(rows)
+        lower_program(config, program, batch=rows, max_model_len=32, page_size=4, steps=steps)
+    assert sorted(calls) == ["run_lower_layers"] * 2 + ["sample"] * 2
