@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import importlib.util
 import logging
+import secrets
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -157,7 +158,8 @@ def warm(engine: Engine) -> float:
     Returns the tokens/s of the second, a lower bound of prefill's."""
     length = min(engine.model_runner.shapes.chunks[-1], engine.max_model_len - 1)
     seconds = 1.0
-    for salt in ("first", "second"):
+    for _ in range(2):
+        salt = secrets.token_hex()  # an earlier server may have left pages on disk
         params = SamplingParams(max_tokens=1, ignore_eos=True)
         start = time.perf_counter()
         for _ in engine.run([Request([0] * length, params, cache_salt=salt)]):

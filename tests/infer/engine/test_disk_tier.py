@@ -12,6 +12,7 @@ from swiftkv_jax.infer.engine.page_store import PageStore
 from swiftkv_jax.infer.runner.build import build_model_runner
 from swiftkv_jax.infer.runner.host_pages import fingerprint
 from swiftkv_jax.model.mesh import make_mesh
+from swiftkv_jax.serve.command import warm
 from tests.infer.engine.mock_requests import ask, check_empty, drain, prompt_of
 from tests.infer.engine.test_engine import collect, prompts_of, small
 from tests.infer.engine.test_page_store import files
@@ -79,6 +80,16 @@ def test_damaged_files_are_computed_again(tmp_path):
     assert store is not None and 0 < store.misses["damaged"] <= 9
     assert 0 < again.prefix_stats.host_hits < 4 * 32
     store.close()
+
+
+def test_the_rate_of_prefill_is_not_that_of_the_disk(tmp_path):
+    """What a server measures before its first request is computed, whatever is cached."""
+    engine, runner = mock_engine(num_pages=64, host_pages=64, folder=tmp_path)
+    for times in (1, 2):
+        warm(engine)
+        assert runner.calls.count("prefill 16") == 2 * times
+    assert runner.host_pages.store is not None
+    runner.host_pages.store.close()
 
 
 @pytest.mark.parametrize("seed", range(4))
