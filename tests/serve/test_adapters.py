@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -105,9 +106,11 @@ def test_what_is_refused(lora, start):
     for body, status, text in [
         ({"lora_name": "one", "lora_path": "2"}, 400, "'one' has already been loaded"),
         ({"lora_name": "tiny", "lora_path": "2"}, 400, "'tiny' is the name of the model"),
-        ({"lora_name": "", "lora_path": "2"}, 400, "1 to 256 characters"),
+        ({"lora_name": "", "lora_path": "2"}, 400, "1 to 256 printable characters"),
         ({"lora_name": "two", "lora_path": "../2"}, 400, "not below the server's --allow-runti"),
         ({"lora_name": "two", "lora_path": "/2"}, 400, "not below the server's --allow-runti"),
+        ({"lora_name": "two", "lora_path": "."}, 400, "not below the server's --allow-runti"),
+        ({"lora_name": "two", "lora_path": "2\0"}, 400, "`lora_path` is not a path"),
         ({"lora_name": "two", "lora_path": "2"}, 200, "Success"),
         ({"lora_name": "three", "lora_path": "3"}, 400, "all 2 places for adapters are in use"),
     ]:
@@ -117,6 +120,23 @@ def test_what_is_refused(lora, start):
     for name in ("one", "two"):
         assert change(lora, "unload", lora_name=name)[0] == 200
     assert "--allow-runtime-lora" in change(start(), "unload", lora_name="one")[1]
+
+
+def test_work_that_is_cancelled_ends_nothing(lora):
+    """A connection that the server closes cancels what it waits for."""
+    engine = lora.app.service.engine
+    started, go_on = threading.Event(), threading.Event()
+
+    def wait(_):
+        started.set()
+        go_on.wait(10)
+
+    running, waiting = engine.call(wait), engine.call(lambda _: pytest.fail("was cancelled"))
+    assert started.wait(10)
+    assert not running.cancel() and waiting.cancel()
+    go_on.set()
+    running.result(10)
+    assert ask(lora, "tiny")
 
 
 def test_flags(tmp_path):

@@ -74,7 +74,7 @@ class PageStore:
         self._encode = encode
         self._decode = decode
         self._lock = threading.Lock()
-        """Of the fields that the threads change."""
+        """Lock of the fields that the threads change."""
         # Path within the folder -> bytes, the longest unused first.
         self._sizes: OrderedDict[str, int] = OrderedDict()
         self._total = 0

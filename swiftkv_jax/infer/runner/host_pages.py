@@ -89,7 +89,8 @@ def num_host_pages(options: EngineOptions, layout: Layout, platform: str) -> int
         raise _refusal(f"={size} exceeds the memory of this machine, {most / GIB:.1f} GiB")
     pinned = int(os.environ.get(PINNED_LIMIT, 64)) * GIB
     if platform == "gpu" and size > pinned:
-        raise _refusal(f"={size} exceeds what JAX may pin: raise the variable {PINNED_LIMIT}")
+        most = f"{pinned // GIB} GiB that JAX may pin"
+        raise _refusal(f"={size} exceeds the {most}: raise the variable {PINNED_LIMIT}")
     return size // page
 
 

@@ -18,17 +18,20 @@ async def load_adapter(app: App, exchange: HTTPExchange) -> None:
     async with counted_body(app, exchange, LoadAdapterBody) as body:
         name = body.lora_name
         if not name or len(name) > 256 or not name.isprintable():
-            raise invalid("lora_name", "`lora_name` must be 1 to 256 characters")
+            raise invalid("lora_name", "`lora_name` must be 1 to 256 printable characters")
         if name in app.model_names:
             raise invalid("lora_name", f"{name!r} is the name of the model")
-        path = (folder / body.lora_path).resolve()
-        if not path.is_relative_to(folder.resolve()):
+        try:
+            path = (folder / body.lora_path).resolve()
+        except (ValueError, RuntimeError, OSError):
+            raise invalid("lora_path", "`lora_path` is not a path") from None
+        if folder.resolve() not in path.parents:
             message = "`lora_path` is not below the server's --allow-runtime-lora"
             raise invalid("lora_path", message)
         try:
             await app.adapters.load(name, path)
         except UsageError as error:
-            raise of_usage(error, {"adapter": "lora_name", "max_loras": "--max-loras"}) from None
+            raise of_usage(error, {"adapter": "lora_name", "max_loras": "lora_name"}) from None
         except CheckpointError as error:
             raise invalid("lora_path", str(error)) from None
     await _succeed(exchange, f"LoRA adapter '{name}' added successfully.")

@@ -131,6 +131,8 @@ class EngineThread:
         found = concurrent.futures.Future[T]()
 
         def run() -> None:
+            if not found.set_running_or_notify_cancel():
+                return
             try:
                 found.set_result(work(self._engine))
             except Exception as error:  # the caller's

@@ -258,3 +258,22 @@ def test_a_page_that_was_read_waits_for_the_moves_of_its_slot(tmp_path):
     assert KEYS[1] in host and KEYS[0] not in host
     assert memory.host_pages.get(0).tolist() == page_of(1).tolist()
     store.close()
+
+
+def test_a_page_that_waits_for_its_load_is_written_from_host_memory(tmp_path, monkeypatch):
+    """Its request may be gone: the page of the device has not been filled, and still will be."""
+    memory = Memory()
+    store = memory.host_pages.open(tmp_path)
+    host = HostTier(2, memory)
+    host.save(KEYS[0], 5)
+    with monkeypatch.context() as full:
+        full.setattr(store, "write", lambda key, page: None)
+        host.flush()
+    host.hold([KEYS[0]])
+    host.begin_load(KEYS[0], 7)
+    host.persist([(KEYS[0], 7)], 10)
+    assert KEYS[0] in store
+    assert host.load([7])
+    host.flush()
+    assert memory[-1] == PageMove(False, 7, 0)
+    store.close()
