@@ -22,6 +22,9 @@ ones, so that no decode call waits for all of a long one."""
 READ_SECONDS = 0.002
 """Time for which a step without other work waits for the disk."""
 
+STALLED_SECONDS = 2.0
+"""Time without a page read after which requests do not wait for the disk."""
+
 
 class PageMove(NamedTuple):
     """A copy of one page, from the device to host memory or back."""
@@ -104,6 +107,8 @@ class HostTier:
         self._moves: list[PageMove] = []
         self._unwritten: list[tuple[bytes, int]] = []
         self._reading: set[bytes] = set()
+        self._progress_at = 0.0
+        """Time at which a page of `_reading` was read last, or the first of them was asked for."""
         self._room = loads_per_chunk
 
     def __contains__(self, key: bytes) -> bool:
@@ -214,6 +219,8 @@ class HostTier:
         """Begin to read pages from disk, as many as there are slots; returns their keys."""
         assert self.store is not None
         wanted = {*keys[: len(self._slot_of) + len(self._free)]}
+        if not self._reading:
+            self._progress_at = time.monotonic()
         for key in keys:
             if key in wanted and key not in self._reading:
                 self._reading.add(key)
@@ -221,7 +228,9 @@ class HostTier:
         return wanted
 
     def is_reading(self, key: bytes) -> bool:
-        return key in self._reading
+        """Return whether a page is being read, by a disk that has not stalled."""
+        stalled = time.monotonic() - self._progress_at >= STALLED_SECONDS
+        return key in self._reading and not stalled
 
     def take_read(self, *, wait: bool) -> None:
         """Give slots to the pages that have been read. With `wait` wait for one, if any is read."""
@@ -232,6 +241,7 @@ class HostTier:
             self.store.wait_read(READ_SECONDS)
         found = self.store.take_read()
         if found:
+            self._progress_at = time.monotonic()
             self._start_moves()  # those that are planned are of what is in the slots now
         for key, page in found:
             self._reading.discard(key)

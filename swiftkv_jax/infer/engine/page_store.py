@@ -198,14 +198,16 @@ class PageStore:
         page = None
         try:
             page = self._page(fingerprint, key, (self._folder / name).read_bytes())
-            os.utime(self._folder / name)
             with self._lock:
                 if name in self._sizes:
                     self._sizes.move_to_end(name)
                 self.loaded += 1
+            with contextlib.suppress(OSError):
+                os.utime(self._folder / name)
         except Exception as error:  # of the file system, or of the device
             self._missed("damaged" if isinstance(error, ValueError) else "read", name, error)
-            self._remove(name)
+            if isinstance(error, ValueError | FileNotFoundError):  # another may pass
+                self._remove(name)
         finally:
             self._read.put((fingerprint, key, page))
 

@@ -263,9 +263,11 @@ def _encode(page: HostPage) -> list[np.ndarray]:
 
 def fingerprint(weights: Weights, layout: Layout, options: EngineOptions) -> bytes:
     """A digest of the weights as they are served, the architecture, the cut, the format of the
-    cache, the arithmetic, and the version of this package."""
+    cache, the devices, the arithmetic, and the version of this package."""
     from ...checkpoints.digest import digest
 
+    places = layout.replicated
+    assert places is not None
     # Adapters change no keys and values of a prompt.
     leaves = jax.tree.leaves(dataclasses.replace(weights, adapters=()))
     facts = (
@@ -274,6 +276,8 @@ def fingerprint(weights: Weights, layout: Layout, options: EngineOptions) -> byt
         str(layout.cache_dtype),
         options.page_size,
         options.quantize_activations,
+        sorted({device.device_kind for device in places.device_set}),
+        layout.mesh and dict(layout.mesh.shape),
         [(leaf.shape, str(leaf.dtype), digest(leaf)) for leaf in leaves],
     )
     return hashlib.blake2b(repr(facts).encode(), digest_size=FINGERPRINT_BYTES).digest()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from swiftkv_jax.errors import UsageError
+from swiftkv_jax.infer.engine import host_tier
 from swiftkv_jax.infer.engine.host_tier import HostTier, PageMove
 from swiftkv_jax.infer.engine.page_store import HEADER, MAX_UNWRITTEN, PageStore
 from tests.infer.engine.test_host_tier import Memory
@@ -276,4 +277,37 @@ def test_a_page_that_waits_for_its_load_is_written_from_host_memory(tmp_path, mo
     assert host.load([7])
     host.flush()
     assert memory[-1] == PageMove(False, 7, 0)
+    store.close()
+
+
+def test_a_disk_that_gives_nothing_is_not_waited_for(tmp_path, monkeypatch):
+    memory = Memory()
+    store = memory.host_pages.open(tmp_path)
+    write(store, 1, 2)
+    host = HostTier(2, memory)
+    read = store.read
+    monkeypatch.setattr(store, "read", lambda key: None)
+    host.fetch([KEYS[1]])
+    assert host.is_reading(KEYS[1])
+    monkeypatch.setattr(host_tier, "STALLED_SECONDS", 0.0)
+    assert not host.is_reading(KEYS[1])
+    monkeypatch.setattr(host_tier, "STALLED_SECONDS", 60.0)
+    read(KEYS[1])  # late, and of use all the same
+    while host.is_reading(KEYS[1]):
+        host.take_read(wait=True)
+    assert KEYS[1] in host
+    store.close()
+
+
+def test_a_file_that_cannot_be_read_now_stays(tmp_path, monkeypatch):
+    def fail(path):
+        raise OSError(5, "Input/output error")
+
+    store = store_of(tmp_path)
+    write(store, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", fail)
+        assert read(store, 1) == {1: None}
+    assert store.misses == {"read": 1} and len(files(tmp_path)) == 1
+    assert read(store, 1) == expected(1)
     store.close()
