@@ -72,7 +72,7 @@ class CacheEvents:
             )
 
     def has(self, key: bytes) -> bool:
-        """Whether the page of this key is cached, by the events so far."""
+        """Return whether the page of this key is cached, by the events so far."""
         return self._shards[key] > 0
 
     def remove(self, key: bytes) -> None:

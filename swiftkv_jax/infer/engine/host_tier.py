@@ -256,14 +256,14 @@ class HostTier:
             return
         deadline = time.monotonic() + seconds
         for key, page in pages:
-            if time.monotonic() >= deadline or not store.wait_written(MAX_UNWRITTEN // 2, deadline):
+            if not store.wait_written(MAX_UNWRITTEN // 2, deadline):
                 return
             # Those of the host are written below; such a page may still wait for its load.
             if key not in store and key not in self._slot_of:
                 self.save(key, page)
                 self.flush()
         for key, slot in reversed([*self._slot_of.items()]):
-            if time.monotonic() >= deadline or not store.wait_written(MAX_UNWRITTEN // 2, deadline):
+            if not store.wait_written(MAX_UNWRITTEN // 2, deadline):
                 return
             store.write(key, self._memory.host_pages.get(slot))
         store.wait_written(0, deadline)

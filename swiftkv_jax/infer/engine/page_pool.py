@@ -259,8 +259,8 @@ class PagePool:
         return [*table, *(self._allocate() for _ in range(count))]
 
     def load(self, pages: Sequence[int]) -> bool:
-        """Whether a sequence's `pages` that came from host memory can be read by the next chunk.
-        Those for which there was no room in this one are loaded before a later one."""
+        """Plan the loads of a sequence's `pages` that come from host memory. Returns whether the
+        next chunk can read all of them; those without room wait for a later one."""
         return self.host is None or self.host.load(pages)
 
     def move_pages(self) -> None:

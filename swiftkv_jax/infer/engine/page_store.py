@@ -118,13 +118,13 @@ class PageStore:
         self._writer.submit(self._write, *entry, page)
 
     def wait_written(self, most_left: int, deadline: float) -> bool:
-        """Wait until at most so many pages have still to be written. Returns False if that is not
-        so at `deadline`, by `time.monotonic`."""
-        while len(self._unwritten) > most_left:
-            if time.monotonic() >= deadline:
-                return False
+        """Wait until at most so many pages have still to be written. Returns False from `deadline`
+        on, by `time.monotonic`."""
+        while time.monotonic() < deadline:
+            if len(self._unwritten) <= most_left:
+                return True
             time.sleep(0.002)
-        return True
+        return False
 
     def _write(self, fingerprint: bytes, key: bytes, page: Any) -> None:
         """Write one page: in a thread."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,19 @@ def init_adapters(
 ) -> tuple[LayerAdapters, ...]:
     """Empty places for the adapters of each upper layer of the served `config`."""
     zeros = functools.partial(jnp.zeros, dtype=dtype, device=sharding)
-    return _layers(config, options.max_loras, options.max_lora_rank, zeros)
+    count, rank = options.max_loras, options.max_lora_rank
+
+    def terms(outputs: int, inputs: int) -> Terms:
+        return Terms(zeros((count, rank, inputs)), zeros((outputs, count, rank)))
+
+    def layer() -> LayerAdapters:
+        D, F, M = config.embed_dim, config.mlp_dim, config.num_heads * config.head_dim
+        found = LayerAdapters(q=terms(M, D), o=terms(D, M))
+        if config.num_experts:
+            return found
+        return dataclasses.replace(found, gate=terms(F, D), up=terms(F, D), down=terms(D, F))
+
+    return tuple(layer() for _ in range(config.num_upper_layers))
 
 
 def no_adapter(layers: tuple[LayerAdapters, ...]) -> tuple[LayerAdapters, ...]:
@@ -84,7 +95,7 @@ def read_adapter(
 
 
 def with_adapters(weights: Weights, adapter: Int[Array, "A _"]) -> Weights:
-    """`weights` whose upper matrices are `Adapted`; `adapter` is that field."""
+    """The weights with `Adapted` upper matrices; `adapter` is that field."""
 
     def adapted(matrix: Any, *terms: Any) -> Any:
         return None if matrix is None else Adapted(matrix, terms, adapter)
@@ -101,19 +112,3 @@ def with_adapters(weights: Weights, adapter: Int[Array, "A _"]) -> Weights:
         )
         upper.append(block)
     return dataclasses.replace(weights, upper=tuple(upper), upper_q=tuple(queries))
-
-
-def _layers(
-    config: Config, count: int, rank: int, zeros: Callable[[tuple[int, ...]], Any]
-) -> tuple[LayerAdapters, ...]:
-    def terms(outputs: int, inputs: int) -> Terms:
-        return Terms(zeros((count, rank, inputs)), zeros((outputs, count, rank)))
-
-    def layer() -> LayerAdapters:
-        D, F, M = config.embed_dim, config.mlp_dim, config.num_heads * config.head_dim
-        found = LayerAdapters(q=terms(M, D), o=terms(D, M))
-        if config.num_experts:
-            return found
-        return dataclasses.replace(found, gate=terms(F, D), up=terms(F, D), down=terms(D, F))
-
-    return tuple(layer() for _ in range(config.num_upper_layers))
