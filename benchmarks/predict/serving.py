@@ -120,6 +120,9 @@ class PredictedRunner:
     def move_pages(self, moves: Sequence[PageMove]) -> None:
         raise NotImplementedError("a prediction has no host memory")
 
+    def fingerprint(self) -> bytes:
+        raise NotImplementedError("a prediction has no host memory")
+
     def remove_sequences(self, slots: Sequence[int]) -> None:
         for slot in slots:
             self._rows.pop(slot, None)

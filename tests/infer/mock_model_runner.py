@@ -80,21 +80,23 @@ class MockHostPages:
     def put(self, slot: int, page: np.ndarray) -> None:
         self.slots[slot] = page
 
+    def drop(self, slot: int) -> None:
+        self.slots.pop(slot, None)
+
     def fingerprint(self) -> bytes:
         return self.weights[:FINGERPRINT_BYTES]
 
     def open(self, folder: Path, limit: int = 2**30) -> PageStore:
         """A store of these pages."""
-        fingerprint = self.fingerprint()
         self.store = PageStore(
-            folder, limit, fingerprint, encode=lambda page: [page], decode=self._decode
+            folder,
+            limit,
+            self.fingerprint(),
+            8 * self._size,
+            encode=lambda page: [page],
+            decode=lambda content: np.frombuffer(content, np.int64),
         )
         return self.store
-
-    def _decode(self, content: memoryview) -> np.ndarray:
-        if len(content) != 8 * self._size:
-            raise ValueError("not a page")
-        return np.frombuffer(content, np.int64)
 
 
 class MockModelRunner:
@@ -138,6 +140,9 @@ class MockModelRunner:
                 self.host_pages.put(slot, self.pages[0, page].copy())
             else:
                 self.pages[0, page] = self.host_pages.get(slot)
+
+    def fingerprint(self) -> bytes:
+        return self.host_pages.fingerprint()
 
     def remove_sequences(self, slots: Sequence[int]) -> None:
         for slot in slots:

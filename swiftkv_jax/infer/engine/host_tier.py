@@ -65,8 +65,8 @@ class HostPagesBase(Protocol):
         """Put a page that `store` has read into a slot."""
         ...
 
-    def fingerprint(self) -> bytes:
-        """A digest of all that the bytes of a page depend on besides its tokens."""
+    def drop(self, slot: int) -> None:
+        """Free the memory of the page in a slot, if there is one."""
         ...
 
 
@@ -78,6 +78,10 @@ class HostMemory(Protocol):
 
     def move_pages(self, moves: Sequence[PageMove]) -> None:
         """Start copies of pages, in this order and before all that is sent later."""
+        ...
+
+    def fingerprint(self) -> bytes:
+        """A digest of all that the bytes of a page depend on besides its tokens."""
         ...
 
 
@@ -105,8 +109,10 @@ class HostTier:
         self._loading: dict[int, bytes] = {}
         self._held: set[bytes] = set()
         self._moves: list[PageMove] = []
-        self._unwritten: list[tuple[bytes, int]] = []
-        self._reading: set[bytes] = set()
+        self._unwritten: OrderedDict[bytes, None] = OrderedDict()
+        """Pages in host memory that `store` has still to be given."""
+        self._reading: dict[bytes, int] = {}
+        """Pages that are being read from disk, and the slots that are kept for them."""
         self._progress_at = 0.0
         """Time at which a page of `_reading` was read last, or the first of them was asked for."""
         self._room = loads_per_chunk
@@ -137,31 +143,40 @@ class HostTier:
             self._slot_of.move_to_end(key)
             self._held.discard(self._loading.pop(page, b""))
             return True
-        if (slot := self._new_slot(key)) is None:
+        if (slot := self._take_slot()) is None:
             return False
+        self._slot_of[key] = slot
         self._moves.append(PageMove(True, page, slot))
-        self._unwritten.append((key, slot))
+        if self.store is not None:
+            self._unwritten[key] = None
         self.saved += 1
         return True
 
-    def _new_slot(self, key: bytes) -> int | None:
-        """Give a page a slot, that of the longest unused one if none is free; None if all are
-        held."""
+    def _take_slot(self) -> int | None:
+        """A free slot, or that of the longest unused page; None if all are held."""
         if self._free:
-            slot = self._free.pop()
-        else:
-            dropped = next((one for one in self._slot_of if one not in self._held), None)
-            if dropped is None:
-                return None
-            slot = self._slot_of.pop(dropped)
-            self.on_drop(dropped)
-        self._slot_of[key] = slot
+            return self._free.pop()
+        dropped = next((one for one in self._slot_of if one not in self._held), None)
+        if dropped is None:
+            return None
+        if dropped in self._unwritten:
+            del self._unwritten[dropped]
+            assert self.store is not None
+            self.store.count_miss("queue")
+        slot = self._slot_of.pop(dropped)
+        self.on_drop(dropped)
         return slot
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Make those of a prefix's pages that are here the last used ones, its first page the very
+        last: the end is dropped before the beginning."""
+        for key in reversed(keys):
+            if key in self._slot_of:
+                self._slot_of.move_to_end(key)
 
     def hold(self, keys: Sequence[bytes]) -> None:
         """Keep these pages until they are loaded (`begin_load`)."""
-        for key in reversed(keys):  # the end is dropped before the beginning
-            self._slot_of.move_to_end(key)
+        self.touch(keys)
         self._held.update(keys)
 
     def begin_load(self, key: bytes, page: int) -> None:
@@ -189,43 +204,50 @@ class HostTier:
         room for the loads of the next chunk then."""
         self._room = self.loads_per_chunk
         self._start_moves()
+        while self._unwritten and self._write(next(iter(self._unwritten))):
+            self._unwritten.popitem(last=False)
 
     def _start_moves(self) -> None:
-        if not self._moves:
-            return
-        self._memory.move_pages(self._moves)
-        self._moves = []
-        if (store := self.store) is not None:
-            for key, slot in self._unwritten:
-                if self._slot_of.get(key) == slot:
-                    store.write(key, self._memory.host_pages.get(slot))
-        self._unwritten = []
+        if self._moves:
+            self._memory.move_pages(self._moves)
+            self._moves = []
+
+    def _write(self, key: bytes) -> bool:
+        """Begin to write a page of host memory to disk. Returns False if too many wait."""
+        assert self.store is not None
+        return self.store.write(key, self._memory.host_pages.get(self._slot_of[key]))
 
     def clear(self) -> list[bytes]:
         """Forget all pages, for the weights have changed; returns their keys."""
         keys = [*self._slot_of]
-        self._free += self._slot_of.values()
-        self._slot_of.clear()
-        self._loading.clear()
-        self._held.clear()
-        self._reading.clear()
+        self._free += [*self._slot_of.values(), *self._reading.values()]
+        for one in (self._slot_of, self._loading, self._held, self._unwritten, self._reading):
+            one.clear()
         if (store := self.store) is not None:
-            store.fingerprint = self._memory.host_pages.fingerprint()
+            store.fingerprint = self._memory.fingerprint()
         return keys
 
     # Disk ---------------------------------------------------------------------
 
     def fetch(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Begin to read pages from disk, as many as there are slots; returns their keys."""
+        """Begin to read those pages of a prefix that are on disk alone; `keys` are all that the
+        device has not. Those at the end for which there are no slots are left. Returns the keys of
+        the others."""
         assert self.store is not None
-        wanted = {*keys[: len(self._slot_of) + len(self._free)]}
+        keys = keys[: len(self._free) + len(self._slot_of) - len(self._held)]
+        self.touch(keys)
+        wanted = [key for key in keys if key not in self._slot_of]
         if not self._reading:
             self._progress_at = time.monotonic()
-        for key in keys:
-            if key in wanted and key not in self._reading:
-                self._reading.add(key)
+        self._start_moves()  # those that are planned are of what is in the slots now
+        for key in wanted:
+            if key not in self._reading:
+                slot = self._take_slot()
+                assert slot is not None
+                self._memory.host_pages.drop(slot)
+                self._reading[key] = slot
                 self.store.read(key)
-        return wanted
+        return {*wanted}
 
     def is_reading(self, key: bytes) -> bool:
         """Return whether a page is being read, by a disk that has not stalled."""
@@ -233,7 +255,8 @@ class HostTier:
         return key in self._reading and not stalled
 
     def take_read(self, *, wait: bool) -> None:
-        """Give slots to the pages that have been read. With `wait` wait for one, if any is read."""
+        """Put pages that have been read into their slots. With `wait` wait for one, if any is
+        read."""
         if not self._reading:
             return
         assert self.store is not None
@@ -242,28 +265,32 @@ class HostTier:
         found = self.store.take_read()
         if found:
             self._progress_at = time.monotonic()
-            self._start_moves()  # those that are planned are of what is in the slots now
         for key, page in found:
-            self._reading.discard(key)
-            if page is not None and key not in self._slot_of:
-                if (slot := self._new_slot(key)) is not None:
-                    self._memory.host_pages.put(slot, page)
+            if (slot := self._reading.pop(key, None)) is None:
+                continue  # it was asked for before `clear`
+            if page is None or key in self._slot_of:
+                self._free.append(slot)
+            else:
+                self._slot_of[key] = slot
+                self._memory.host_pages.put(slot, page)
 
-    def persist(self, pages: Iterable[tuple[bytes, int]], seconds: float) -> None:
-        """Write pages (key, page of the device) and those in host memory to disk, in that order,
-        unless they are there. After so many seconds the rest is left."""
+    def persist(self, pages: Mapping[bytes, int], seconds: float) -> None:
+        """Write pages of the device (key -> page), then those in host memory, to disk, the last
+        used first, as many as there is room for. After so many seconds the rest is left."""
         if (store := self.store) is None:
             return
         deadline = time.monotonic() + seconds
-        for key, page in pages:
+        self._start_moves()
+        self._unwritten.clear()  # those for which there is room are among `keys`
+        keys = [*dict.fromkeys([*pages, *reversed(self._slot_of)])][: store.capacity]
+        store.touch(keys)  # none of them makes room for another
+        for key in keys:
             if not store.wait_written(MAX_UNWRITTEN // 2, deadline):
-                return
-            # Those of the host are written below; such a page may still wait for its load.
-            if key not in store and key not in self._slot_of:
-                self.save(key, page)
+                break
+            if key in self._slot_of:  # the page of the device may still wait for its load
+                self._write(key)
+            elif key in pages and key not in store:
+                self.save(key, pages[key])
                 self.flush()
-        for key, slot in reversed([*self._slot_of.items()]):
-            if not store.wait_written(MAX_UNWRITTEN // 2, deadline):
-                return
-            store.write(key, self._memory.host_pages.get(slot))
         store.wait_written(0, deadline)
+        store.touch(keys)

@@ -19,7 +19,9 @@ in their places, so the others keep their positions. A prefix is then found by i
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import weakref
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -139,7 +141,7 @@ class PagePool:
     def keep_on_host(self, host: HostTier) -> None:
         """Let `host` keep the pages that are evicted."""
         self.host = host
-        host.on_drop = self._drop
+        host.on_drop = functools.partial(PagePool._drop, weakref.proxy(self))
 
     # Prefixes -----------------------------------------------------------------
 
@@ -180,16 +182,17 @@ class PagePool:
             return set()
         if fetching is None:
             marks = zip(keys, self.match(keys, store), strict=False)
-            fetching = self.host.fetch([key for key, mark in marks if mark == ON_DISK])
+            fetching = self.host.fetch([key for key, mark in marks if mark in (ON_HOST, ON_DISK)])
         if fetching:
             self.host.take_read(wait=not self.used)
+            self.host.touch(keys)
         return {key for key in fetching if self.host.is_reading(key)}
 
     def persist(self, seconds: float) -> None:
         """Write all cached pages to disk, the last used first, in so many seconds at most. Pages
         in use are left out."""
         if self.host is not None:
-            pages = [(self._key_of[page], page) for page in reversed(self._unused)]
+            pages = {self._key_of[page]: page for page in reversed(self._unused)}
             self.host.persist(pages, seconds)
 
     def first_visible(self, position: int) -> int:

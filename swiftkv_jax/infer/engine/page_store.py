@@ -5,7 +5,8 @@ A file holds one page, and its path is the index: the folder stands for all that
 another name and then renamed, so it is whole or not there; a checksum finds what has changed since.
 Whatever is wrong with a file or a disk, it is a miss.
 
-Files are read and written in threads. The other calls are for the engine's thread.
+Files are read and written in threads, for which no process stays at its end. The other calls are
+for the engine's thread.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import fcntl
+import functools
 import logging
 import os
 import queue
@@ -24,7 +26,6 @@ import weakref
 import zlib
 from collections import OrderedDict
 from collections.abc import Buffer, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,15 @@ MAGIC = b"swiftkv1"
 FINGERPRINT_BYTES = 16
 HEADER = struct.Struct(f"<8s{FINGERPRINT_BYTES}s32sQI4x")
 """Magic, fingerprint, key, bytes of the page, their CRC-32."""
-MAX_UNWRITTEN = 32
-"""Pages that wait to be written; more of them are not."""
+MAX_UNWRITTEN = 16
+"""Most pages that wait to be written. They may have left their slots in host memory by then."""
 READERS = 4
 """Files that are read at a time."""
+EXIT_SECONDS = 5.0
+"""Time that the threads have at the end of the process."""
 _NAME = re.compile(rf"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}/[0-9a-f]{{2}}/[0-9a-f]{{64}}")
 _PARTIAL = ".partial"
+type _Tasks = queue.SimpleQueue[Callable[[], None] | None]
 
 
 class PageStore:
@@ -52,15 +56,16 @@ class PageStore:
         folder: Path,
         limit: int,
         fingerprint: bytes,
+        page_bytes: int,
         *,
         encode: Callable[[Any], Sequence[Buffer]],
         decode: Callable[[memoryview], Any],
     ):
         """Read the names of the files in `folder`, which no other process may use meanwhile.
 
-        `fingerprint` identifies what the bytes depend on. `encode` turns a page into bytes and
-        `decode` turns them back, in a thread; it raises `ValueError` if they are not those of a
-        page. Raises `UsageError` if another process uses the folder, and `OSError`.
+        `fingerprint` identifies what the bytes depend on. `encode` turns a page into `page_bytes`
+        bytes and `decode` turns them back, in a thread. Raises `UsageError` if another process uses
+        the folder, and `OSError`.
         """
         self.fingerprint = fingerprint
         self.saved = 0
@@ -69,8 +74,11 @@ class PageStore:
         """Pages that were read."""
         self.misses: collections.Counter[str] = collections.Counter()
         """Pages that could not be read or written, by the reason."""
+        self.capacity = limit // (HEADER.size + page_bytes)
+        """Pages that there is room for."""
         self._folder = folder
         self._limit = limit
+        self._page_bytes = page_bytes
         self._encode = encode
         self._decode = decode
         self._lock = threading.Lock()
@@ -81,19 +89,23 @@ class PageStore:
         self._unwritten: set[tuple[bytes, bytes]] = set()
         self._read: queue.SimpleQueue[tuple[bytes, bytes, Any]] = queue.SimpleQueue()
         self._waited: list[tuple[bytes, bytes, Any]] = []
+        self._writes: _Tasks = queue.SimpleQueue()
+        self._reads: _Tasks = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
         owner = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        self._unlock = weakref.finalize(self, os.close, owner)
+        self._end = weakref.finalize(self, _end, self._writes, self._reads, owner)
         try:
             fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            self._unlock()
+            self._end()
             raise UsageError(
                 f"`prefix_cache_dir`={folder}: another process uses it", option="prefix_cache_dir"
             ) from None
         self._scan()
         self._make_room(0)
-        self._writer = ThreadPoolExecutor(1, "pages to disk")
-        self._readers = ThreadPoolExecutor(READERS, "pages from disk")
+        for tasks in (self._writes, *[self._reads] * READERS):
+            self._threads.append(threading.Thread(target=_run, args=(tasks,), daemon=True))
+            self._threads[-1].start()
 
     def __len__(self) -> int:
         """Return the number of files, those of other fingerprints included."""
@@ -105,17 +117,17 @@ class PageStore:
 
     # Writing ------------------------------------------------------------------
 
-    def write(self, key: bytes, page: Any) -> None:
-        """Begin to write a page, unless it is there or too many wait."""
+    def write(self, key: bytes, page: Any) -> bool:
+        """Begin to write a page, unless it is there. Returns False if too many wait."""
         entry = self.fingerprint, key
         with self._lock:
             if self._name(*entry) in self._sizes or entry in self._unwritten:
-                return
+                return True
             if len(self._unwritten) >= MAX_UNWRITTEN:
-                self.misses["queue"] += 1
-                return
+                return False
             self._unwritten.add(entry)
-        self._writer.submit(self._write, *entry, page)
+        self._writes.put(functools.partial(self._write, *entry, page))
+        return True
 
     def wait_written(self, most_left: int, deadline: float) -> bool:
         """Wait until at most so many pages have still to be written. Returns False from `deadline`
@@ -175,7 +187,7 @@ class PageStore:
 
     def read(self, key: bytes) -> None:
         """Begin to read a page."""
-        self._readers.submit(self._read_file, self.fingerprint, key)
+        self._reads.put(functools.partial(self._read_file, self.fingerprint, key))
 
     def wait_read(self, seconds: float) -> None:
         """Wait until a page has been read, for so many seconds at most."""
@@ -198,12 +210,9 @@ class PageStore:
         page = None
         try:
             page = self._page(fingerprint, key, (self._folder / name).read_bytes())
+            self._use(name, time.time_ns())
             with self._lock:
-                if name in self._sizes:
-                    self._sizes.move_to_end(name)
                 self.loaded += 1
-            with contextlib.suppress(OSError):
-                os.utime(self._folder / name)
         except Exception as error:  # of the file system, or of the device
             self._missed("damaged" if isinstance(error, ValueError) else "read", name, error)
             if isinstance(error, ValueError | FileNotFoundError):  # another may pass
@@ -216,18 +225,37 @@ class PageStore:
         body = memoryview(content)[HEADER.size :]
         if len(content) < HEADER.size or HEADER.unpack_from(content) != (
             *(MAGIC, fingerprint, key),
-            *(len(body), zlib.crc32(body)),
+            *(self._page_bytes, zlib.crc32(body)),
         ):
             raise ValueError("its content is not what was written")
         return self._decode(body)
 
     # Files --------------------------------------------------------------------
 
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Make those of these pages that are there the last used ones, the first the very last."""
+        now = time.time_ns()
+        for number, key in reversed([*enumerate(keys)]):
+            self._use(self._name(self.fingerprint, key), now - 1000 * number)
+
     def close(self) -> None:
         """End the threads, once what was begun is done, and let other processes use the folder."""
-        self._writer.shutdown()
-        self._readers.shutdown()
-        self._unlock()
+        _end_threads(self._writes, self._reads)
+        for thread in self._threads:
+            thread.join()
+        self._end()
+
+    def wait(self) -> None:
+        """End the threads before the process ends: nothing more is begun, and a disk that hangs is
+        not waited for."""
+        deadline = time.monotonic() + EXIT_SECONDS
+        for tasks in (self._writes, self._reads):
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    tasks.get_nowait()
+        _end_threads(self._writes, self._reads)
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0))
 
     @staticmethod
     def _name(fingerprint: bytes, key: bytes) -> str:
@@ -249,16 +277,50 @@ class PageStore:
             self._sizes[name] = size
             self._total += size
 
+    def _use(self, name: str, now: int) -> None:
+        """Make a file the last used one, at a time in nanoseconds."""
+        with self._lock:
+            if name not in self._sizes:
+                return
+            self._sizes.move_to_end(name)
+        with contextlib.suppress(OSError):
+            os.utime(self._folder / name, ns=(now, now))
+
     def _remove(self, name: str) -> None:
         with self._lock:
             self._total -= self._sizes.pop(name, 0)
         with contextlib.suppress(OSError):
             (self._folder / name).unlink()
 
-    def _missed(self, reason: str, name: str, error: Exception) -> None:
-        """Count a page that could not be read or written; the first of each reason is logged."""
+    def count_miss(self, reason: str) -> int:
+        """Count a page that could not be read or written; returns how many there are for this
+        reason."""
         with self._lock:
             self.misses[reason] += 1
-            first = self.misses[reason] == 1
-        if first:
+            return self.misses[reason]
+
+    def _missed(self, reason: str, name: str, error: Exception) -> None:
+        """Count such a page; the first of each reason is logged."""
+        if self.count_miss(reason) == 1:
             logger.warning("prefix cache on disk: %s (%s): %s", name, reason, error)
+
+
+# Threads. They hold no store, so that one can be collected, with all that it holds.
+
+
+def _run(tasks: _Tasks) -> None:
+    """Run tasks until None comes."""
+    while (task := tasks.get()) is not None:
+        task()
+        del task
+
+
+def _end_threads(writes: _Tasks, reads: _Tasks) -> None:
+    for tasks in (writes, *[reads] * READERS):
+        tasks.put(None)
+
+
+def _end(writes: _Tasks, reads: _Tasks, owner: int) -> None:
+    """End the threads of a store, and unlock its folder."""
+    _end_threads(writes, reads)
+    os.close(owner)

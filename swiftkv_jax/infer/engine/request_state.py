@@ -152,6 +152,7 @@ class RequestState:
         self.drafts = sequence.drafts
         self.num_computed_tokens = 0
         self.dp_rank = -1
+        self.fetching = None
         self.pages = []
         self.own_pages = []
         self.num_preemptions += 1

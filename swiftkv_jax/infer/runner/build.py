@@ -127,7 +127,7 @@ def build_model_runner(
         weights,
         shapes,
         layout,
-        HostPages(layout, options),
+        HostPages(layout, options, weights),
         convert=convert,
         eos_token_ids=model.eos_token_ids,
         attention=ops,

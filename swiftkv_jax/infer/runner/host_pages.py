@@ -9,11 +9,12 @@ copy that saves it, and the host for neither.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,8 +33,9 @@ from ...plan.hardware import GIB
 from ...process.files import private_directory
 from ..engine.host_tier import PageMove
 from ..engine.options import EngineOptions
-from ..engine.page_store import FINGERPRINT_BYTES, PageStore
+from ..engine.page_store import FINGERPRINT_BYTES, MAX_UNWRITTEN, PageStore
 from ..engine.shapes import Shapes
+from .exit import wait_at_exit
 from .layout import Layout
 from .memory import host_memory
 from .prefill_chunk import INVALID_PAGE
@@ -80,18 +82,28 @@ def num_host_pages(options: EngineOptions, layout: Layout, platform: str) -> int
         raise _refusal(f" is for one process, there are {jax.process_count()}")
     devices = 1 if layout.mesh is None else layout.mesh.size
     page = devices * layout.page_bytes(options.page_size)
-    for name in ("prefix_cache_host", "prefix_cache_disk"):
-        if (given := getattr(options, name)) is not None and given < LEAST_PAGES * page:
-            least = f"{LEAST_PAGES * page / 2**20:.1f} MiB"
-            text = f"={given} is too small: {LEAST_PAGES} pages of this model are {least}"
-            raise _refusal(text, name)
+    unwritten = 0 if options.prefix_cache_dir is None else MAX_UNWRITTEN
+    for name, least in (
+        ("prefix_cache_host", LEAST_PAGES + unwritten),
+        ("prefix_cache_disk", LEAST_PAGES),
+    ):
+        if (given := getattr(options, name)) is not None and given < least * page:
+            needed = f"{least * page / 2**20:.1f} MiB"
+            raise _refusal(f"={given} is too small: {least} pages of this model are {needed}", name)
     if size > (most := host_memory()):
         raise _refusal(f"={size} exceeds the memory of this machine, {most / GIB:.1f} GiB")
-    pinned = int(os.environ.get(PINNED_LIMIT, 64)) * GIB
-    if platform == "gpu" and size > pinned:
-        most = f"{pinned // GIB} GiB that JAX may pin"
-        raise _refusal(f"={size} exceeds the {most}: raise the variable {PINNED_LIMIT}")
-    return size // page
+    if platform == "gpu" and size > (most := _pinned_limit()) * GIB:
+        text = f"={size} exceeds the {most} GiB that JAX may pin: raise the variable {PINNED_LIMIT}"
+        raise _refusal(text)
+    return size // page - unwritten
+
+
+def _pinned_limit() -> int:
+    """GiB of host memory that JAX may pin."""
+    text = os.environ.get(PINNED_LIMIT, "64")
+    if not text.isdecimal():
+        raise UsageError(f"the variable {PINNED_LIMIT}={text!r} is not a whole number of GiB")
+    return int(text)
 
 
 def _refusal(text: str, name: str = "prefix_cache_host") -> UsageError:
@@ -176,10 +188,11 @@ def _host_sharding(layout: Layout) -> HostPage:
 class HostPages:
     """The pages in the slots of `HostTier`, and their files."""
 
-    def __init__(self, layout: Layout, options: EngineOptions):
-        """Raises `UsageError` for a folder that others can read."""
+    def __init__(self, layout: Layout, options: EngineOptions, weights: Weights):
+        """Open the files of the pages of these weights. Raises `UsageError` for a folder that
+        others can read or another process uses, and `OSError` for one that cannot be read."""
         self.store: PageStore | None = None
-        """See `HostPagesBase`; opened by `start`."""
+        """See `HostPagesBase`."""
         self._layout = layout
         self._options = options
         self._slots: dict[int, HostPage] = {}
@@ -191,22 +204,21 @@ class HostPages:
                     f"700 it, or choose another folder",
                     option="prefix_cache_dir",
                 )
-
-    def start(self, compiled: Mapping[Any, Any], weights: Callable[[], Weights]) -> None:
-        """Take the programs and a function that returns the weights that are served. Raises
-        `UsageError`, and `OSError` for a folder that cannot be read."""
-        self._compiled = compiled
-        self._weights = weights
-        options = self._options
-        if options.prefix_cache_dir is not None:
             assert options.prefix_cache_disk is not None
+            page = host_page(layout, options.page_size)
             self.store = PageStore(
-                options.prefix_cache_dir.expanduser(),
+                folder,
                 options.prefix_cache_disk,
-                self.fingerprint(),
+                self.fingerprint(weights),
+                sum(map(_num_bytes, jax.tree.leaves(page))),
                 encode=_encode,
-                decode=self._decode,
+                decode=functools.partial(_decode, page),
             )
+            wait_at_exit(self.store)
+
+    def start(self, compiled: Mapping[Any, Any]) -> None:
+        """Take the programs."""
+        self._compiled = compiled
 
     def move(self, cache: KVCache, moves: Sequence[PageMove]) -> KVCache:
         """Start these moves; returns the cache after them."""
@@ -224,7 +236,7 @@ class HostPages:
             saved = tuple(self._slots[move.slot] for move in moves)
             return self._compiled[program](cache, pages, saved)
         for move in moves:  # the memory of those before comes free
-            self._slots.pop(move.slot, None)
+            self.drop(move.slot)
         saved = self._compiled[program](cache, pages)
         self._slots.update(zip((move.slot for move in moves), saved, strict=True))
         return cache
@@ -237,28 +249,33 @@ class HostPages:
         """See `HostPagesBase`."""
         self._slots[slot] = page
 
-    def fingerprint(self) -> bytes:
+    def drop(self, slot: int) -> None:
         """See `HostPagesBase`."""
-        return fingerprint(self._weights(), self._layout, self._options)
+        self._slots.pop(slot, None)
 
-    def _decode(self, content: memoryview) -> HostPage:
-        """The page of `_encode`, in pinned memory. Raises `ValueError` for another size."""
-        shape = host_page(self._layout, self._options.page_size)
-        leaves, tree = jax.tree.flatten(shape)
-        sizes = [leaf.size * leaf.dtype.itemsize for leaf in leaves]
-        if sum(sizes) != len(content):
-            raise ValueError(f"its page has {len(content)} bytes, not {sum(sizes)}")
-        arrays = []
-        for leaf, stop in zip(leaves, itertools.accumulate(sizes), strict=True):
-            part = content[stop - leaf.size * leaf.dtype.itemsize : stop]
-            arrays.append(np.frombuffer(part, leaf.dtype).reshape(leaf.shape))
-        places = [leaf.sharding for leaf in leaves]
-        return jax.tree.unflatten(tree, jax.device_put(arrays, places))
+    def fingerprint(self, weights: Weights) -> bytes:
+        """See `HostMemory`."""
+        return fingerprint(weights, self._layout, self._options)
 
 
 def _encode(page: HostPage) -> list[np.ndarray]:
     """The bytes of a page; waits for the copy that saves it."""
     return [np.asarray(leaf).reshape(-1).view(np.uint8) for leaf in jax.tree.leaves(page)]
+
+
+def _decode(page: HostPage, content: memoryview) -> HostPage:
+    """The page of `_encode`, in pinned memory; `page` has the shapes of its arrays."""
+    leaves, tree = jax.tree.flatten(page)
+    arrays = []
+    for leaf, stop in zip(leaves, itertools.accumulate(map(_num_bytes, leaves)), strict=True):
+        part = content[stop - _num_bytes(leaf) : stop]
+        arrays.append(np.frombuffer(part, leaf.dtype).reshape(leaf.shape))
+    places = [leaf.sharding for leaf in leaves]
+    return jax.tree.unflatten(tree, jax.device_put(arrays, places))
+
+
+def _num_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    return leaf.size * leaf.dtype.itemsize
 
 
 def fingerprint(weights: Weights, layout: Layout, options: EngineOptions) -> bytes:

@@ -134,7 +134,7 @@ class ModelRunner:
         logger.info("%s, for %s tokens of KV cache", plan, f"{tokens:,}")
         with allocating(f"the KV cache ({plan})"):
             self._state = self.layout.init_state(self.shapes)
-        self.host_pages.start(self._compiled, lambda: self.weights)
+        self.host_pages.start(self._compiled)
         wait_at_exit(self)
         self._warm_up()
         CompileCounter.start()
@@ -361,6 +361,10 @@ class ModelRunner:
     def move_pages(self, moves: Sequence[PageMove]) -> None:
         """See `HostMemory`."""
         self._update(cache=self.host_pages.move(self._state.cache, moves))
+
+    def fingerprint(self) -> bytes:
+        """See `HostMemory`."""
+        return self.host_pages.fingerprint(self.weights)
 
     def _write(self, name: StateUpdate, slots: Sequence[int], rows: Any) -> None:
         """Write the rows of these slots into the batch, padded to E with empty ones past

@@ -1,7 +1,9 @@
 """An engine whose prefix cache goes on from files of an earlier one."""
 
+import gc
 import random
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -147,7 +149,14 @@ def test_a_model_goes_on_from_disk(tmp_path, shape):
     first.persist_prefix_cache(10)
     assert store.saved > 20
     kept = {path.name: path.read_bytes() for path in files(tmp_path)}
-    store.close()
+    with pytest.raises(UsageError, match="another process uses it"):
+        build_model_runner(model(0), first.options)  # before anything is compiled
+    runner, gone = weakref.ref(first.model_runner), weakref.ref(store)
+    gc.collect()
+    gc.disable()
+    del first, store
+    gc.enable()
+    assert runner() is gone() is None, "nothing refers to them in a circle"
     second, store = engine_of()
     assert collect(second, requests) == expected
     assert store.loaded > 20 and not store.misses

@@ -46,6 +46,9 @@ class Memory(list):
             if move.saves:
                 self.host_pages.put(move.slot, np.zeros(4, np.int64))
 
+    def fingerprint(self) -> bytes:
+        return self.host_pages.fingerprint()
+
 
 def pool_of(
     num_pages: int, num_slots: int, window: int | None = None, **options: int
@@ -333,8 +336,8 @@ def test_what_cannot_be_kept_is_refused(monkeypatch):
     )
     refused("needs `enable_prefix_caching`", prefix_cache_host=2**20, enable_prefix_caching=False)
     refused("must be a whole number from 1 up", prefix_cache_host=0)
-    monkeypatch.setenv(PINNED_LIMIT, "0")
-    with pytest.raises(UsageError, match=f"raise the variable {PINNED_LIMIT}"):
-        num_host_pages(
-            small(prefix_cache_host=2**20), engine_with("auto").model_runner.layout, "gpu"
-        )
+    layout = engine_with("auto").model_runner.layout
+    for given, text in (("0", f"raise the variable {PINNED_LIMIT}"), ("1 GB", "='1 GB' is not a")):
+        monkeypatch.setenv(PINNED_LIMIT, given)
+        with pytest.raises(UsageError, match=text):
+            num_host_pages(small(prefix_cache_host=2**20), layout, "gpu")

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.infer.engine import host_tier
+from swiftkv_jax.infer.engine import host_tier, page_store
 from swiftkv_jax.infer.engine.host_tier import HostTier, PageMove
-from swiftkv_jax.infer.engine.page_store import HEADER, MAX_UNWRITTEN, PageStore
-from tests.infer.engine.test_host_tier import Memory
+from swiftkv_jax.infer.engine.page_pool import ON_HOST
+from swiftkv_jax.infer.engine.page_store import HEADER, MAX_UNWRITTEN, READERS, PageStore
+from tests.infer.engine.test_host_tier import Memory, pool_of
 from tests.infer.mock_model_runner import MockHostPages
 
 SIZE = 4
@@ -218,21 +219,24 @@ def test_a_full_disk_is_a_warning(tmp_path, monkeypatch, caplog):
     store.close()
 
 
-def test_pages_wait_to_be_written_up_to_a_number(tmp_path):
-    """The engine does not wait for the disk."""
-    go_on = threading.Event()
-
-    def encode(page):
-        go_on.wait(10)
-        return [page]
-
-    store = PageStore(tmp_path, 2**20, bytes(16), encode=encode, decode=np.frombuffer)
-    for number in range(MAX_UNWRITTEN + 5):
-        store.write(KEYS[number], page_of(number))
-    assert store.misses["queue"] == 5
-    assert not store.wait_written(0, time.monotonic())
+def test_a_burst_of_pages_is_written_while_host_memory_keeps_it(tmp_path, monkeypatch):
+    """The engine does not wait for the disk, and the pages that do are no more than their slots
+    and a number."""
+    memory, go_on = Memory(), threading.Event()
+    store = memory.host_pages.open(tmp_path)
+    encode = store._encode
+    monkeypatch.setattr(store, "_encode", lambda page: go_on.wait(10) and encode(page))
+    host = HostTier(MAX_UNWRITTEN + 5, memory)
+    for number in range(2 * MAX_UNWRITTEN + 8):
+        assert host.save(KEYS[number], number)
+        host.flush()
+    assert store.misses == {"queue": 3} and not store.wait_written(0, time.monotonic())
     go_on.set()
-    assert store.wait_written(0, time.monotonic() + 10) and store.saved == MAX_UNWRITTEN
+    while host._unwritten:
+        assert store.wait_written(0, time.monotonic() + 10)
+        host.flush()
+    assert store.wait_written(0, time.monotonic() + 10)
+    assert store.saved == 2 * MAX_UNWRITTEN + 5 and store.misses == {"queue": 3}
     store.close()
 
 
@@ -253,9 +257,9 @@ def test_a_page_that_was_read_waits_for_the_moves_of_its_slot(tmp_path):
     host = HostTier(1, memory)
     assert host.save(KEYS[0], 5) and not memory
     assert host.fetch([KEYS[1]]) == {KEYS[1]} and host.is_reading(KEYS[1])
+    assert memory == [PageMove(True, 5, 0)] and not memory.host_pages.slots
     while host.is_reading(KEYS[1]):
         host.take_read(wait=True)
-    assert memory == [PageMove(True, 5, 0)]
     assert KEYS[1] in host and KEYS[0] not in host
     assert memory.host_pages.get(0).tolist() == page_of(1).tolist()
     store.close()
@@ -268,15 +272,57 @@ def test_a_page_that_waits_for_its_load_is_written_from_host_memory(tmp_path, mo
     host = HostTier(2, memory)
     host.save(KEYS[0], 5)
     with monkeypatch.context() as full:
-        full.setattr(store, "write", lambda key, page: None)
+        full.setattr(store, "write", lambda key, page: True)
         host.flush()
     host.hold([KEYS[0]])
     host.begin_load(KEYS[0], 7)
-    host.persist([(KEYS[0], 7)], 10)
+    host.persist({KEYS[0]: 7}, 10)
     assert KEYS[0] in store
     assert host.load([7])
     host.flush()
     assert memory[-1] == PageMove(False, 7, 0)
+    store.close()
+
+
+def test_pages_persist_the_last_used_first_and_stay_in_this_order(tmp_path):
+    """As many as the disk has room for, whatever it had before; and in the next process."""
+    memory = Memory()
+    store = memory.host_pages.open(tmp_path, 4 * FILE)
+    write(store, 9, 1, 8)
+    host = HostTier(8, memory)
+    for number in (5, 4, 3, 2):  # the last was used last
+        assert host.save(KEYS[number], number)
+    host._unwritten.clear()
+    host.persist({KEYS[0]: 10, KEYS[1]: 11}, 10)
+
+    def found(store: PageStore) -> list[int]:
+        return [int(name.split("/")[1], 16) for name in reversed(store._sizes)]
+
+    assert found(store) == [0, 1, 2, 3] and store.saved == 3 + 3
+    store.close()
+    less = store_of(tmp_path, 2 * FILE)
+    assert found(less) == [0, 1]
+    less.close()
+
+
+def test_the_beginning_of_a_prefix_is_read_and_kept(tmp_path):
+    """Of six pages there are slots for four, and none for others while these are read; then the
+    last makes room first."""
+    pool, host, memory = pool_of(4, 5)
+    store = memory.host_pages.open(tmp_path)
+    keys = pool.keys([*range(12)])
+    for key in keys:
+        store.write(key, page_of(1))
+    assert store.wait_written(0, time.monotonic() + 10)
+    assert host.save(KEYS[0], 0) and host.save(KEYS[1], 1)
+    host.hold(KEYS[:1])
+    fetching = pool.fetch(keys, None)
+    assert fetching <= {*keys[:4]} and not host.fetch(keys[4:])
+    assert len(memory.host_pages.slots) + len(host._reading) == 5
+    while fetching:
+        fetching = pool.fetch(keys, fetching)
+    assert pool.match(keys) == [ON_HOST] * 4
+    assert host.save(KEYS[2], 2) and pool.match(keys) == [ON_HOST] * 3
     store.close()
 
 
@@ -311,3 +357,30 @@ def test_a_file_that_cannot_be_read_now_stays(tmp_path, monkeypatch):
     assert store.misses == {"read": 1} and len(files(tmp_path)) == 1
     assert read(store, 1) == expected(1)
     store.close()
+
+
+def test_the_end_of_a_process_does_not_wait_for_a_disk(tmp_path, monkeypatch):
+    """What waits is left. A store that is dropped ends its threads, and lets others use the
+    folder."""
+    store, go_on = store_of(tmp_path), threading.Event()
+    threads = store._threads
+    assert all(thread.daemon for thread in threads)
+    monkeypatch.setattr(page_store, "EXIT_SECONDS", 0.01)
+    with monkeypatch.context() as hangs:
+        hangs.setattr(store, "_encode", lambda page: go_on.wait(10) and [page])
+        store.write(KEYS[1], page_of(1))
+        store.write(KEYS[2], page_of(2))
+        store.wait()
+    assert [thread.is_alive() for thread in threads] == [True, *[False] * READERS]
+    go_on.set()
+    threads[0].join(10)
+    assert store.saved == 1
+    del store
+    store = store_of(tmp_path)
+    threads = store._threads
+    assert read(store, 1) == expected(1)
+    del store
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    store_of(tmp_path).close()
