@@ -38,13 +38,30 @@ def read_upper_adapter(
     config: Config, path: Path, *, max_rank: int, dtype: Any
 ) -> list[dict[str, Factors]]:
     """For each upper layer of a student, field of `LayerAdapters` -> factors in `dtype`, in the
-    model's order of rows.
+    model's order of rows. Raises `CheckpointError` and `ConfigError`."""
+    found: list[dict[str, Factors]] = []
+    beyond = []
+    for terms in upper_terms(config, path, max_rank=max_rank):
+        found.append({field: _factors(*term, dtype) for field, term in terms.items()})
+        for field, factors in found[-1].items():
+            if not all(np.isfinite(one.astype(np.float32)).all() for one in factors):
+                beyond.append(terms[field][1].name)
+    check_no_problems(path, {f"beyond {np.dtype(dtype)}": beyond})
+    return found
+
+
+def upper_terms(
+    config: Config, path: Path, *, max_rank: int
+) -> list[dict[str, tuple[MappedLeaf, LowRank]]]:
+    """For each upper layer of a student, field of `LayerAdapters` -> the leaf and its term, unread.
 
     An upper layer's q_proj, of an adapter that was trained on the teacher, is added to the
     student's queries, as `merge.with_adapter` does. Raises `CheckpointError` and `ConfigError`.
     """
     placed = placed_terms(config, path, has_delta=True)
-    found: list[dict[str, Factors]] = [{} for _ in range(config.num_upper_layers)]
+    found: list[dict[str, tuple[MappedLeaf, LowRank]]] = [
+        {} for _ in range(config.num_upper_layers)
+    ]
     problems: dict[str, list[str]] = collections.defaultdict(list)
     for leaf in leaves(config):
         for place, tensor in enumerate(leaf.tensors):
@@ -59,10 +76,7 @@ def read_upper_adapter(
             if rank > max_rank:
                 problems[f"of a rank above --max-lora-rank {max_rank}"].append(f"{module} {rank}")
                 continue
-            factors = _factors(leaf, term, dtype)
-            if not all(np.isfinite(one.astype(np.float32)).all() for one in factors):
-                problems[f"beyond {np.dtype(dtype)}"].append(module)
-            found[place][_TARGETS[leaf.name]] = factors
+            found[place][_TARGETS[leaf.name]] = leaf, term
     check_no_problems(path, problems)
     return found
 

@@ -134,7 +134,9 @@ def given(cls: type, args: argparse.Namespace) -> dict[str, Any]:
         if value is None:
             continue
         if option.collects is not None:
-            value = option.collects(value)
+            values, value = value, option.collects(value)
+            if option.flag.several and len(value) < len(values):
+                raise UsageError(f"`{name}`: a name is given twice", option=name)
         found[name] = value if option.flag.convert is None else option.flag.convert(value)
     return found
 

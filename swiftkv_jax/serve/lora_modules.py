@@ -32,12 +32,22 @@ def parse_lora_module(text: str) -> tuple[str, str]:
     return name, path
 
 
+def check_adapter_name(name: str, taken: Collection[str]) -> None:
+    """Raise `UsageError` for a name that no adapter can have. `taken` are the names of the
+    model."""
+    if not name or len(name) > 256 or not name.isprintable() or "," in name:
+        message = f"{name!r} is no name: 1 to 256 printable characters without commas are"
+        raise UsageError(message, option="adapter")
+    if name in taken:
+        raise UsageError(f"{name!r} is the name of the model", option="adapter")
+
+
 def check_lora_modules(
     modules: Mapping[str, Path], options: EngineOptions, config: Config, taken: Collection[str]
 ) -> None:
     """Raise `UsageError` and `CheckpointError` for adapters that a model of this architecture could
     not be served with, before it is loaded. `taken` are the names of the model."""
-    from ..checkpoints.upper_adapters import read_upper_adapter
+    from ..checkpoints.upper_adapters import upper_terms
 
     if modules and not options.enable_lora:
         raise UsageError("`lora_modules` needs `enable_lora`")
@@ -45,10 +55,9 @@ def check_lora_modules(
         message = f"{len(modules)} `lora_modules` are more than `max_loras`={options.max_loras}"
         raise UsageError(message)
     for name, path in modules.items():
-        if name in taken:
-            raise UsageError(f"`lora_modules`: {name!r} is the name of the model")
+        check_adapter_name(name, taken)
         if config.num_upper_layers:  # else the engine is refused
-            read_upper_adapter(config, path, max_rank=options.max_lora_rank, dtype="float32")
+            upper_terms(config, path, max_rank=options.max_lora_rank)
 
 
 def load_lora_modules(engine: Engine, modules: Mapping[str, Path]) -> dict[str, str]:

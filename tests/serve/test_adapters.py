@@ -1,5 +1,7 @@
 """Adapters as clients see them: names of models, which come and go while requests run."""
 
+import asyncio
+import concurrent.futures
 import json
 import re
 import threading
@@ -9,9 +11,10 @@ import pytest
 
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.__main__ import parser
+from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.serve import command
-from swiftkv_jax.serve.lora_modules import parse_lora_module
-from tests.infer.mock_model_runner import continuation
+from swiftkv_jax.serve.lora_modules import check_lora_modules, parse_lora_module
+from tests.infer.mock_model_runner import CONFIG, continuation
 from tests.serve.conftest import ROOM, Running, make_tokenizer
 
 PROMPT = "what is it?"
@@ -98,6 +101,51 @@ def test_a_request_keeps_its_adapter(lora):
     lora.check_empty()
 
 
+def test_a_request_that_is_tokenized_keeps_its_adapter(lora, monkeypatch):
+    assert change(lora, "load", lora_name="it", lora_path="40")[0] == 200
+    started, go_on = threading.Event(), threading.Event()
+    encode = lora.app.encoder.encode
+
+    async def slow(*given):
+        started.set()
+        await asyncio.to_thread(go_on.wait, 10)
+        return await encode(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lora.app.encoder, "encode", slow)
+        asked = lora.later(ask, lora, "it")
+        assert started.wait(10)
+    assert change(lora, "unload", lora_name="it")[0] == 200
+    assert lora.app.service.engine.call(lambda engine: len(engine.adapters.names)).result(10)
+    go_on.set()
+    assert asked.result() == expected(40)
+    lora.until(lambda: not lora.app.service.engine._engine.adapters.names)
+
+
+def test_a_load_ends_with_the_engine(start, tmp_path):
+    """Whether it was asked for before or after, and another thread waits for it or a client."""
+    failing = start(engine=ROOM | {"num_adapters": 2}, allow_runtime_lora=tmp_path)
+    thread = failing.app.service.engine
+
+    def fail(_):
+        started.set()
+        go_on.wait(3)
+        thread._take_snapshot = None  # type: ignore[assignment,method-assign]
+
+    started, go_on = threading.Event(), threading.Event()
+    thread.call(fail)
+    assert started.wait(10)
+    asked = failing.later(lambda: change(failing, "load", lora_name="one", lora_path="1"))
+    waiting = thread.call(lambda _: None)
+    failing.until(lambda: len(thread._calls) == 2)
+    go_on.set()
+    for one in (waiting, thread.call(lambda _: None)):
+        with pytest.raises(concurrent.futures.BrokenExecutor):
+            one.result(10)
+    status, text = asked.result()
+    assert status == 503 and "the server is failed" in text
+
+
 def test_what_is_refused(lora, start):
     same = [
         lora.later(lambda: change(lora, "load", lora_name="one", lora_path="1")) for _ in range(3)
@@ -107,6 +155,7 @@ def test_what_is_refused(lora, start):
         ({"lora_name": "one", "lora_path": "2"}, 400, "'one' has already been loaded"),
         ({"lora_name": "tiny", "lora_path": "2"}, 400, "'tiny' is the name of the model"),
         ({"lora_name": "", "lora_path": "2"}, 400, "1 to 256 printable characters"),
+        ({"lora_name": "a,b", "lora_path": "2"}, 400, "printable characters without commas"),
         ({"lora_name": "two", "lora_path": "../2"}, 400, "not below the server's --allow-runti"),
         ({"lora_name": "two", "lora_path": "/2"}, 400, "not below the server's --allow-runti"),
         ({"lora_name": "two", "lora_path": "."}, 400, "not below the server's --allow-runti"),
@@ -148,6 +197,13 @@ def test_flags(tmp_path):
     for text in ("a", "=b", "a=", "{", '{"name": "a"}', '{"name": "a", "path": "b", "c": 1}'):
         with pytest.raises(UsageError, match="is not"):
             parse_lora_module(text)
+    args = parser("serve").parse_args(["DIR", "--lora-modules", "a=b", "--lora-modules", "a=c"])
+    with pytest.raises(UsageError, match="`lora_modules`: a name is given twice"):
+        command.given(command.ServeCommand, args)
+    for name, text in (("tiny", "'tiny' is the name of the model"), ("a,b", "without commas")):
+        with pytest.raises(UsageError, match=text):
+            options = EngineOptions(enable_lora=True)
+            check_lora_modules({name: tmp_path}, options, CONFIG, ["tiny"])
     args = parser("serve").parse_args(["--allow-runtime-lora", str(tmp_path)])
     with pytest.raises(UsageError, match="`allow_runtime_lora` needs `api_key`"):
         command.server_options(args)

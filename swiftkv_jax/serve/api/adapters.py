@@ -8,6 +8,7 @@ from ...errors import CheckpointError, UsageError
 from ..app import App
 from ..errors import APIError, invalid, of_usage
 from ..http.exchange import HTTPExchange
+from ..lora_modules import check_adapter_name
 from ..protocol import LoadAdapterBody, UnloadAdapterBody
 from .run import counted_body
 
@@ -17,10 +18,6 @@ async def load_adapter(app: App, exchange: HTTPExchange) -> None:
     folder = _folder(app)
     async with counted_body(app, exchange, LoadAdapterBody) as body:
         name = body.lora_name
-        if not name or len(name) > 256 or not name.isprintable():
-            raise invalid("lora_name", "`lora_name` must be 1 to 256 printable characters")
-        if name in app.model_names:
-            raise invalid("lora_name", f"{name!r} is the name of the model")
         try:
             path = (folder / body.lora_path).resolve()
         except (ValueError, RuntimeError, OSError):
@@ -29,6 +26,7 @@ async def load_adapter(app: App, exchange: HTTPExchange) -> None:
             message = "`lora_path` is not below the server's --allow-runtime-lora"
             raise invalid("lora_path", message)
         try:
+            check_adapter_name(name, app.model_names)
             await app.adapters.load(name, path)
         except UsageError as error:
             raise of_usage(error, {"adapter": "lora_name", "max_loras": "lora_name"}) from None

@@ -53,13 +53,14 @@ async def run[B: Body](
     answer. Raises `APIError` and `ClientGone`; nothing is held then."""
     service = app.service
     service.check_ready()
-    with service.answering():
+    with service.answering(), contextlib.ExitStack() as held:
         reservation = service.admission.reserve(exchange.key)
         try:
             with service.reading():
                 content = await exchange.body(app.max_body_size, reservation.add_bytes)
             reservation.count(min(len(content) // 4, service.max_model_len), 1)
             body = body_of(app, exchange, kind, content)
+            held.enter_context(app.adapters.held(body.model))
             timeout = min(app.options.request_timeout, exchange.timeout() or math.inf)
             exchange.watch()
             generation, writer = await _unless_gone(

@@ -4,24 +4,29 @@ runs."""
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from ...errors import UsageError
 from .service import Service
 
-RETIRE_SECONDS = 0.1
-"""Time between two looks whether requests still wait that name an adapter."""
 
+@dataclasses.dataclass(eq=False)
+class ServedAdapter:
+    """An adapter, from its load until its last request is over."""
 
-class ServedAdapter(NamedTuple):
     engine_name: str
     """`Request.adapter`. Never that of another adapter: one that was unloaded stays until its
     requests have ended, and another may be loaded under its name meanwhile."""
     root: str
     """The directory it is from."""
+    num_requests: int = 0
+    """Requests that have named it and are not over."""
+    is_unloaded: bool = False
 
 
 class ServedAdapters:
@@ -36,7 +41,6 @@ class ServedAdapters:
         """Name of each that the engine has."""
         self._count = itertools.count(2)
         self._loading = asyncio.Lock()
-        self._retiring: set[asyncio.Task[None]] = set()
 
     def get(self, name: str | None) -> ServedAdapter | None:
         """The adapter of this name; None if there is none."""
@@ -46,7 +50,8 @@ class ServedAdapters:
         return list(self._served)
 
     async def load(self, name: str, path: Path) -> None:
-        """Load an adapter. Raises `UsageError` and `CheckpointError`."""
+        """Load an adapter. Raises `UsageError` and `CheckpointError`, and `APIError` if the engine
+        has ended."""
         engine = self._service.engine
         async with self._loading:
             if name in self._served:
@@ -55,22 +60,38 @@ class ServedAdapters:
             adapter = await asyncio.to_thread(engine.read_adapter, path)
             engine_name = f"{name} ({next(self._count)})"
             insert = engine.call(lambda engine: engine.adapters.insert(engine_name, adapter))
-            await asyncio.wrap_future(insert)
+            try:
+                await asyncio.wrap_future(insert)
+            except concurrent.futures.BrokenExecutor:
+                self._service.check_ready()
+                raise
             self._names[engine_name] = name
             self._served[name] = ServedAdapter(engine_name, str(path))
 
     def unload(self, name: str) -> None:
         """Take no further requests for an adapter. Those that have been taken keep it."""
-        task = asyncio.ensure_future(self._retire(self._served.pop(name).engine_name))
-        self._retiring.add(task)
-        task.add_done_callback(self._retiring.discard)
+        adapter = self._served.pop(name)
+        adapter.is_unloaded = True
+        self._retire(adapter)
 
-    async def _retire(self, engine_name: str) -> None:
-        while engine_name in self._service.adapters_of_requests(waiting=True):
-            await asyncio.sleep(RETIRE_SECONDS)
-        unload = self._service.engine.call(lambda engine: engine.adapters.unload(engine_name))
-        await asyncio.wrap_future(unload)
-        del self._names[engine_name]
+    @contextlib.contextmanager
+    def held(self, name: str | None) -> Iterator[None]:
+        """Keep the adapter that a request names, if it does, until the request is over."""
+        if (adapter := self.get(name)) is None:
+            yield
+            return
+        adapter.num_requests += 1
+        try:
+            yield
+        finally:
+            adapter.num_requests -= 1
+            self._retire(adapter)
+
+    def _retire(self, adapter: ServedAdapter) -> None:
+        """Let the engine forget an adapter that was unloaded and that no request needs."""
+        if adapter.is_unloaded and not adapter.num_requests:
+            self._service.engine.call(lambda engine: engine.adapters.unload(adapter.engine_name))
+            del self._names[adapter.engine_name]
 
     def facts(self) -> dict[str, str]:
         """Labels of vLLM's metric of adapters; none if the engine takes none."""

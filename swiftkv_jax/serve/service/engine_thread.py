@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -74,6 +75,7 @@ class EngineThread:
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
         self._wake = threading.Event()
         self._stopping = False
+        self._has_ended = False
         self._ids: dict[int, int] = {}
         """Id of a request -> the engine's."""
         self._names: dict[int, int] = {}
@@ -126,7 +128,8 @@ class EngineThread:
 
     def call[T](self, work: Callable[[Engine], T]) -> concurrent.futures.Future[T]:
         """The result of `work` in the engine's thread, between two steps and after the requests
-        that were submitted before. Not with `followers`."""
+        that were submitted before; a `BrokenExecutor` once the thread has ended. Not with
+        `followers`."""
         assert self._followers is None
         found = concurrent.futures.Future[T]()
 
@@ -134,13 +137,23 @@ class EngineThread:
             if not found.set_running_or_notify_cancel():
                 return
             try:
+                if self._has_ended:
+                    raise concurrent.futures.BrokenExecutor("the engine has ended")
                 found.set_result(work(self._engine))
             except Exception as error:  # the caller's
                 found.set_exception(error)
 
         self._calls.append(run)
         self._wake.set()
+        if self._has_ended:
+            self._end_calls()
         return found
+
+    def _end_calls(self) -> None:
+        """Give what was asked of the thread its error, once the thread has ended."""
+        with contextlib.suppress(IndexError):
+            while True:
+                self._calls.popleft()()
 
     @property
     def stalled_seconds(self) -> float:
@@ -171,6 +184,9 @@ class EngineThread:
                     self._idle_seconds += time.monotonic() - start
         except BaseException as error:  # whatever it is, no request may wait for ever
             self._on_failure(error if self._followers is None else self._followers.cause(error))
+        finally:
+            self._has_ended = True
+            self._end_calls()
 
     def _take_cache_events(self) -> None:
         if self._on_cache_events is not None and self._cache_events is not None:
@@ -193,7 +209,7 @@ class EngineThread:
     def _take_commands(self) -> list[Event]:
         """Aborts come first: what leaves makes room. They are taken out of their queue before the
         submissions, so the request that one names is known, or among those, or has ended."""
-        calls = [self._calls.popleft() for _ in range(len(self._calls))]
+        num_calls = len(self._calls)  # what was submitted before these is taken here too
         aborted = [self._aborted.popleft() for _ in range(len(self._aborted))]
         submitted = dict(self._submitted.popleft() for _ in range(len(self._submitted)))
         self._num_taken += len(submitted)
@@ -220,8 +236,8 @@ class EngineThread:
             self._ids[request_id], self._names[name] = name, request_id
             samples = request.params.n if isinstance(request, Request) else 1
             self._unfinished[request_id] = set(range(samples))
-        for run in calls:
-            run()
+        for _ in range(num_calls):
+            self._calls.popleft()()
         return events
 
     def _step(self) -> list[Event]:

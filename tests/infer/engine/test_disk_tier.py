@@ -11,6 +11,7 @@ import pytest
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.page_store import PageStore
+from swiftkv_jax.infer.engine.request_state import RequestState, SequenceState
 from swiftkv_jax.infer.runner.build import build_model_runner
 from swiftkv_jax.infer.runner.host_pages import fingerprint
 from swiftkv_jax.model.mesh import make_mesh
@@ -202,3 +203,11 @@ def test_what_cannot_be_kept_on_disk_is_refused(tmp_path):
     refused("others can read there", prefix_cache_disk=2**20, **folder)
     with pytest.raises(UsageError, match="`prefix_cache_dir` needs `prefix_cache_host`"):
         small(prefix_cache_disk=2**20, **folder)
+
+
+def test_a_request_that_was_preempted_looks_on_disk_again():
+    """What it had on the device may be there by now."""
+    state = RequestState(0, ask([1, 2, 3]))
+    state.fetching = set()
+    state.preempt(SequenceState(state, 0, 0, [], [], 5))
+    assert state.fetching is None
