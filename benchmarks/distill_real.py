@@ -5,9 +5,9 @@
     python -m benchmarks.distill_real cpu --model MODEL                  two cores, a night
 
 The model is a folder, a GGUF file, or a folder of parts (`benchmarks.real.parts`). Training text is
-English and code of this machine's packages (`benchmarks.real.corpus`) and, as a second source, what
-the model itself writes, or packed datasets given as `--data`. Training is that of `swiftkv train`,
-with its checkpoints.
+English and code of this machine's packages (`benchmarks.real.corpus`), what the model itself
+writes, and examples whose answers repeat parts of their prompts (`swiftkv train restate`), or
+packed datasets given as `--data`. Training is that of `swiftkv train`, with its checkpoints.
 
 Every student that is finished is measured and added to the JSON of its model in
 `benchmarks/results`, as are the evaluations of one that is not. When the time is over the run at
@@ -46,6 +46,7 @@ from swiftkv_jax.model.model import Model
 from swiftkv_jax.model.stacks import split_layers
 from swiftkv_jax.model.transformer import Remat
 from swiftkv_jax.process import files
+from swiftkv_jax.train.data import restated
 from swiftkv_jax.train.data.prepare import Preparation
 from swiftkv_jax.train.data.sources import DataSource
 from swiftkv_jax.train.recipe import Recipe
@@ -64,8 +65,8 @@ HELD_OUT = "held-out.jsonl"
 DELTA = "delta"
 TRAINING = "training.json"
 """In the folder of a student: what was trained, and where, with the trainer's held-out figures."""
-GENERATED_SHARE = 1, 9
-"""Weights of what the model wrote and of the packages' text."""
+SHARES_OF_TEXT = 1, 9, 10
+"""Weights of what the model wrote, of the packages' text, and of examples that restate it."""
 
 logger = logging.getLogger("swiftkv_jax.benchmarks")
 
@@ -84,6 +85,8 @@ class Plan:
     """That the model writes before."""
     sequences: int
     """That it writes together."""
+    restated: int
+    """Examples that are made of the packages' text."""
     evaluations: int
     """During a run, beside the first and the last."""
     eval_batches: int
@@ -111,6 +114,7 @@ PLANS = {
         learning_rate=1e-3,
         generated_tokens=500_000,
         sequences=256,
+        restated=8192,
         evaluations=3,
         eval_batches=2,
         remat="none",
@@ -122,6 +126,7 @@ PLANS = {
         learning_rate=5e-4,
         generated_tokens=24_576,
         sequences=16,
+        restated=1152,
         evaluations=0,
         eval_batches=2,
         calibration_tokens=24_576,
@@ -133,6 +138,7 @@ PLANS = {
         learning_rate=1e-3,
         generated_tokens=512,
         sequences=2,
+        restated=8,
         evaluations=0,
         eval_batches=1,
         calibration_tokens=1024,
@@ -272,7 +278,7 @@ def _is_measured(results: Results, cell: Cell) -> bool:
 
 
 def training_data(args: argparse.Namespace, plan: Plan, teacher: Model) -> tuple[str, ...]:
-    """The two sources as packed rows, or those of `--data`, in the form of `Recipe.data`. Writes
+    """The three sources as packed rows, or those of `--data`, in the form of `Recipe.data`. Writes
     the held-out text beside them. What is there is used again."""
     if not held_out_file(args).exists():
         corpus.write_held_out(held_out_file(args), settings_of(args).seed)
@@ -286,14 +292,24 @@ def training_data(args: argparse.Namespace, plan: Plan, teacher: Model) -> tuple
             teacher, documents, written, tokens=plan.generated_tokens, sequences=plan.sequences
         )
     tokenizer = open_tokenizer(Recipe(model=args.model, data=(), output_dir=args.folder))
-    sources = written, args.corpus / corpus.TRAIN
+    text = args.corpus / corpus.TRAIN
+    sources = written, text, restated_file(args, plan, text, tokenizer)
     packed = [
         Preparation(DataSource(str(path)), tokenizer, plan.max_length)
         .prepare(args.folder / "data")
         .path
         for path in sources
     ]
-    return tuple(f"{path}:{weight}" for path, weight in zip(packed, GENERATED_SHARE, strict=True))
+    return tuple(f"{path}:{weight}" for path, weight in zip(packed, SHARES_OF_TEXT, strict=True))
+
+
+def restated_file(args: argparse.Namespace, plan: Plan, text: Path, tokenizer: Any) -> Path:
+    """The examples made of the packages' text; they are written if they are not there."""
+    file = args.folder / f"restated-{plan.restated}.jsonl"
+    if not file.exists():
+        logger.info("%s examples restate the text", f"{plan.restated:,}")
+        restated.write([str(text)], tokenizer, file, plan.restated, plan.max_length)
+    return file
 
 
 def held_out_file(args: argparse.Namespace) -> Path:

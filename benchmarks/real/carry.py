@@ -3,9 +3,9 @@
     python -m benchmarks.real.carry pack MODEL.gguf FOLDER     folders 1, 2 ... of 60 MB
     python -m benchmarks.real.carry unpack FOLDER... TARGET
 
-Packed are the model in parts, training text of this machine's packages as packed rows, and held-out
-text. The machine then runs `python -m benchmarks.distill_real gpu --model TARGET/parts --data
-TARGET/data:1 --folder TARGET --train-only`.
+Packed are the model in parts, training text of this machine's packages and examples that restate it
+as packed rows, and held-out text. The machine then runs `python -m benchmarks.distill_real gpu
+--model TARGET/parts --data TARGET/text --data TARGET/restated --folder TARGET --train-only`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import numpy as np
 from swiftkv_jax import cli
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.process import files
+from swiftkv_jax.train.data import restated
 from swiftkv_jax.train.data.dataset import MANIFEST, ROWS, UNREADABLE, PackedDataset, write_rows
 from swiftkv_jax.train.data.packing import PackedRow
 from swiftkv_jax.train.data.prepare import Preparation
@@ -39,9 +40,8 @@ FOLDER_BYTES = 60_000_000
 PART_BYTES = 14 * 2**20
 LENGTH = PLANS["gpu"].max_length
 """Tokens of a row."""
-PACKED = "rows.npz"
 PARTS = "parts"
-DATA = "data"
+DATASETS = "text", "restated"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -71,15 +71,21 @@ def pack(model: Path, text: Path, folder: Path) -> None:
     tokenizer = open_tokenizer(Recipe(model=str(model), data=(), output_dir=folder))
     with files.new_directory(folder) as made, tempfile.TemporaryDirectory() as name:
         work = Path(name)
-        source = DataSource(str(text / corpus.TRAIN))
-        dataset = Preparation(source, tokenizer, LENGTH).prepare(work / DATA)
-        write_packed(dataset, work / PACKED)
+        written = text / corpus.TRAIN
+        examples = work / "restated.jsonl"
+        restated.write([str(written)], tokenizer, examples, PLANS["gpu"].restated, LENGTH)
+        for name, source in zip(DATASETS, (written, examples), strict=True):
+            prepared = Preparation(DataSource(str(source)), tokenizer, LENGTH)
+            dataset = prepared.prepare(work / "prepared")
+            write_packed(dataset, work / _rows_of(name))
+            shutil.copy(dataset.path / MANIFEST, work / _manifest_of(name))
         corpus.write_held_out(work / HELD_OUT, seed=0)
         parts.split(model, work / PARTS, PART_BYTES)
-        for file in (work / PACKED, work / HELD_OUT):
+        for file in (work / HELD_OUT, *map(work.joinpath, map(_rows_of, DATASETS))):
             with lzma.open(file.with_name(f"{file.name}.xz"), "wb", preset=6) as compressed:
                 compressed.write(file.read_bytes())
-        found = [*work.glob("*.xz"), dataset.path / MANIFEST, *(work / PARTS).iterdir()]
+        manifests = map(work.joinpath, map(_manifest_of, DATASETS))
+        found = [*work.glob("*.xz"), *manifests, *(work / PARTS).iterdir()]
         for number, some in enumerate(in_folders(found), 1):
             (made / str(number)).mkdir()
             for file in some:
@@ -100,21 +106,31 @@ def in_folders(found: Sequence[Path]) -> list[list[Path]]:
 
 
 def unpack(folders: Sequence[Path], target: Path) -> None:
-    """Make the folder of the parts, the packed rows and the held-out text."""
+    """Make the folder of the parts, of each of `DATASETS` and of the held-out text."""
     every = {file.name: file for folder in folders for file in folder.iterdir()}
     with files.new_directory(target) as made:
-        for name in (PARTS, DATA):
-            (made / name).mkdir()
+        (made / PARTS).mkdir()
         for name, file in every.items():
             if name.startswith("part"):
                 shutil.copy(file, made / PARTS)
         (made / HELD_OUT).write_bytes(lzma.open(every[f"{HELD_OUT}.xz"]).read())
-        with lzma.open(every[f"{PACKED}.xz"]) as compressed, tempfile.TemporaryFile() as plain:
-            shutil.copyfileobj(compressed, plain)
-            plain.seek(0)
-            write_rows(made / DATA / ROWS, read_packed(plain), LENGTH)
-        (made / DATA / UNREADABLE).touch()
-        shutil.copy(every[MANIFEST], made / DATA)
+        for name in DATASETS:
+            (made / name).mkdir()
+            packed = every[f"{_rows_of(name)}.xz"]
+            with lzma.open(packed) as compressed, tempfile.TemporaryFile() as plain:
+                shutil.copyfileobj(compressed, plain)
+                plain.seek(0)
+                write_rows(made / name / ROWS, read_packed(plain), LENGTH)
+            (made / name / UNREADABLE).touch()
+            shutil.copy(every[_manifest_of(name)], made / name / MANIFEST)
+
+
+def _rows_of(dataset: str) -> str:
+    return f"{dataset}.npz"
+
+
+def _manifest_of(dataset: str) -> str:
+    return f"{dataset}.json"
 
 
 def write_packed(dataset: PackedDataset, file: Path) -> None:

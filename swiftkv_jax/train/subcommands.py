@@ -15,7 +15,7 @@ from ..cli.model_options import ProcessOptions
 from . import analyze_options, calibrate_options
 from .analyze_options import AnalyzeOptions
 from .calibrate_options import CALIBRATION_DEMO, CalibrationOptions
-from .data.options import PrepareOptions, ShowOptions
+from .data.options import PrepareOptions, RestateOptions, ShowOptions
 from .run_options import PlanOptions
 
 
@@ -47,6 +47,14 @@ SUBCOMMANDS = {
         (PrepareOptions,),
         "data.commands",
         "prepare",
+    ),
+    "restate": Subcommand(
+        "Write training examples whose answers repeat parts of their prompts in another order:\n"
+        "lines and sentences of a text, or records invented from its words. Mixed with other data\n"
+        "they teach a student to read its prompt.",
+        (RestateOptions,),
+        "data.commands",
+        "restate",
     ),
     "show": Subcommand(
         "Print rows of prepared data. Text to be predicted is green on a terminal, and in [[...]]\n"

@@ -1,5 +1,7 @@
 """Model and text of a distillation in small folders."""
 
+import dataclasses
+import itertools
 import json
 
 import numpy as np
@@ -19,8 +21,12 @@ def test_what_a_distillation_needs_is_carried(tmp_path, monkeypatch):
     model, text = tmp_path / "model.gguf", tmp_path / "corpus"
     model.write_bytes(np.random.default_rng(0).bytes(5_000))
     text.mkdir()
-    lines = [json.dumps({"kind": "code", "name": "n", "text": "a = 1\n" * n}) for n in (9, 700, 80)]
-    (text / corpus.TRAIN).write_text("\n".join(lines))
+    words = ["".join(np.random.default_rng(i).choice(list("abcdefgh"), 6)) for i in range(600)]
+    source = "".join(f"{a} = {b}({c})\n" for a, b, c in itertools.batched(words, 3))
+    lines = [{"kind": "code", "name": "n", "text": text} for text in ("a = 1\n" * 700, source)]
+    (text / corpus.TRAIN).write_text("\n".join(map(json.dumps, lines)))
+    plan = dataclasses.replace(carry.PLANS["gpu"], restated=3)
+    monkeypatch.setitem(carry.PLANS, "gpu", plan)
     monkeypatch.setattr(carry, "open_tokenizer", lambda _: tokenizer)
     monkeypatch.setattr(carry, "FOLDER_BYTES", 4_000)
     monkeypatch.setattr(carry, "PART_BYTES", 2_000)
@@ -34,8 +40,10 @@ def test_what_a_distillation_needs_is_carried(tmp_path, monkeypatch):
     carry.unpack(folders, target)
     made = Preparation(DataSource(str(text / corpus.TRAIN)), tokenizer, carry.LENGTH)
     expected = made.prepare(tmp_path / "again").path
-    assert (target / "data" / ROWS).read_bytes() == (expected / ROWS).read_bytes()
-    assert len(PackedDataset(target / "data")) == len(PackedDataset(expected)) > 1
+    assert (target / "text" / ROWS).read_bytes() == (expected / ROWS).read_bytes()
+    assert len(PackedDataset(target / "text")) == len(PackedDataset(expected)) > 1
+    examples = PackedDataset(target / "restated")
+    assert sum(len(examples[row].lengths) for row in range(len(examples))) == 3
     assert (target / "held-out.jsonl").read_text() == "held out"
     joined = distill_real.join(target / "parts", target)
     assert (target / "model.gguf").read_bytes() == model.read_bytes() and joined

@@ -1,5 +1,5 @@
-"""`python -m swiftkv_jax.train prepare` and `... show`: prepare data ahead of a run, and print what
-it trains on."""
+"""`python -m swiftkv_jax.train prepare`, `... restate` and `... show`: prepare data ahead of a run,
+make examples of them, and print what is trained on."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from ...checkpoints.auxiliary import load_tokenizer
 from ...checkpoints.hub import local_path
 from ...cli.fields import given
 from ...errors import UsageError
+from ...process import files
+from . import restated
 from .dataset import PackedDataset, is_packed_dataset
-from .options import PrepareOptions, ShowOptions
+from .options import PrepareOptions, RestateOptions, ShowOptions
 from .packing import PackedRow
 from .prepare import Preparation, check_dataset, describe_dataset, tokenizer_fingerprint
 from .sources import DataSource, parse_source
@@ -57,6 +59,25 @@ def prepare(args: argparse.Namespace) -> int:
     return cli.OK
 
 
+def restate(args: argparse.Namespace) -> int:
+    """Write a JSONL file of examples that `restated.restate` makes; print the `--data` flag that
+    names it."""
+    options = RestateOptions(**given(RestateOptions, args))
+    if options.output.suffix != ".jsonl":
+        raise UsageError(f"`output`={options.output}: must end in .jsonl")
+    files.check_absent("--output", options.output)
+    restated.write(
+        options.data,
+        _tokenizer(options),
+        options.output,
+        options.examples,
+        options.max_length,
+        options.seed,
+    )
+    print(f"--data {options.output}")
+    return cli.OK
+
+
 def show(args: argparse.Namespace) -> int:
     """Print the first rows of a packed dataset as text, with what is to be predicted marked."""
     options = ShowOptions(**given(ShowOptions, args))
@@ -79,7 +100,7 @@ def show(args: argparse.Namespace) -> int:
     return cli.OK
 
 
-def _tokenizer(options: PrepareOptions | ShowOptions) -> Any:
+def _tokenizer(options: PrepareOptions | RestateOptions | ShowOptions) -> Any:
     model = local_path(options.model, options.revision, weights=False)
     tokenizer = load_tokenizer(model, auxiliary_files_of(model)[1])
     if tokenizer is None:

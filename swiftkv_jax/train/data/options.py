@@ -1,4 +1,4 @@
-"""Options of the commands `train prepare` and `train show`."""
+"""Options of the commands `train prepare`, `train restate` and `train show`."""
 
 from __future__ import annotations
 
@@ -27,6 +27,21 @@ class PrepareOptions:
     max_unreadable_share: float = option(
         0.01, "share of unreadable rows in a source above which it stops (default: %(default)s)"
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RestateOptions:
+    """The options of `restate`."""
+
+    model: Path = option(MISSING, "checkpoint whose tokenizer counts the tokens")
+    revision: str | None = revision()
+    data: tuple[str, ...] = option(
+        MISSING, "text, in the forms of training data; repeat to add more", metavar="PATH"
+    )
+    examples: int = option(MISSING, "rows to write", metavar="N", at_least=1)
+    max_length: int = option(MISSING, "tokens of a prompt and its answer together", at_least=128)
+    output: Path = option(MISSING, "the new file, ending in .jsonl", metavar="FILE")
+    seed: int = option(0, "another one gives other examples (default: %(default)s)")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The commands `prepare` and `show`: from flags to what is printed."""
+"""The commands `prepare`, `restate` and `show`: from flags to what is printed."""
 
 import json
 
@@ -44,6 +44,23 @@ def test_prepare_and_show(tmp_path, chat, capfd):
         f"{row.predicting().sum()} to predict" in shown
     )
     assert "question 0\n[[answer 0\n<|end_of_text|>]]" in shown
+
+
+def test_restate(tmp_path, capfd):
+    """A file is written once, and training reads it."""
+    file = tmp_path / "restated.jsonl"
+    flags = ["--data", "stdlib", "--examples", "2", "--max-length", "128"]
+    command = ["restate", *MODEL, *flags, "--output"]
+    assert main([*command, str(file)]) == cli.OK
+    assert capfd.readouterr().out == f"--data {file}\n"
+    assert prepare(file, output=tmp_path / "store", length="128") == cli.OK
+    rows = PackedDataset(tmp_path / "store")
+    assert sum(len(rows[row].lengths) for row in range(len(rows))) == 2
+    assert not rows[0].is_target[:16].any()
+    assert main([*command, str(file)]) == cli.USAGE
+    assert "exists already" in capfd.readouterr().err
+    assert main([*command, str(tmp_path / "restated.txt")]) == cli.USAGE
+    assert "must end in .jsonl" in capfd.readouterr().err
 
 
 def test_colour_on_a_terminal(tmp_path, chat, capfd, monkeypatch):
