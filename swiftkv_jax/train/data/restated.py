@@ -151,7 +151,7 @@ def _fill(parts: Iterator[str] | list[str], count: Callable[[str], int], room: i
 
 def _parts(texts: Sequence[str], count: Callable[[str], int], room: int, rng: Rng) -> list[str]:
     """Different lines or sentences, one after the other, of a document."""
-    for number in rng.integers(len(texts), size=1_000):
+    for number in rng.integers(len(texts), size=1_000).tolist():
         text = texts[number]
         if rng.random() < 0.5:
             found = [line for line in text.splitlines() if 16 < len(line.strip()) < 120]
@@ -190,7 +190,7 @@ class _Names:
         self.rng = rng
 
     def choose(self, among: Sequence[Any]) -> Any:
-        return among[self.rng.integers(len(among))]
+        return among[int(self.rng.integers(len(among)))]
 
     def word(self) -> str:
         return self.choose(self.words)
