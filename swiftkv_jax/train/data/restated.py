@@ -151,7 +151,8 @@ def _fill(parts: Iterator[str] | list[str], count: Callable[[str], int], room: i
 
 def _parts(texts: Sequence[str], count: Callable[[str], int], room: int, rng: Rng) -> list[str]:
     """Different lines or sentences, one after the other, of a document."""
-    for number in rng.integers(len(texts), size=1_000).tolist():
+    numbers: list[int] = rng.integers(len(texts), size=1_000).tolist()
+    for number in numbers:
         text = texts[number]
         if rng.random() < 0.5:
             found = [line for line in text.splitlines() if 16 < len(line.strip()) < 120]
