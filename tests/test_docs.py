@@ -19,6 +19,7 @@ from benchmarks import measurements
 from benchmarks.markdown import anchor
 from swiftkv_jax import demo
 from swiftkv_jax.__main__ import main
+from swiftkv_jax.train.subcommands import SUBCOMMANDS
 from tests import tiny
 
 ROOT = Path(__file__).parent.parent
@@ -204,8 +205,8 @@ def command_of(words: list[str]) -> list[str]:
     """The first words: those that name the command."""
     start = 3 if words[0] == "python" else 2
     found = words[:start]
-    subcommands = {"chat", "serve", "score", "bench", "analyze", "prepare", "show", "report"}
-    subcommands |= {"calibrate", "hf2orbax", "orbax2hf", "inspect"}
+    subcommands = {"chat", "serve", "score", "bench", "hf2orbax", "orbax2hf", "inspect"}
+    subcommands |= SUBCOMMANDS.keys()
     while len(words) > len(found) and words[len(found)] in subcommands:
         found.append(words[len(found)])
     if found == ["swiftkv", "infer"]:

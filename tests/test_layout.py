@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from swiftkv_jax.train.subcommands import SUBCOMMANDS
 from tests.conftest import FUNCTION_MODULES
 from tests.sources import FILES, PACKAGE, ROOT, nodes, tree
 
@@ -242,7 +243,7 @@ COMMANDS = [
     "infer bench serve",
     "serve",
     "train",
-    *(f"train {name}" for name in ("analyze", "calibrate", "prepare", "show", "report")),
+    *(f"train {name}" for name in SUBCOMMANDS),
     "convert",
     "convert inspect",
     "eval",

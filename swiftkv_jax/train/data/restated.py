@@ -41,7 +41,7 @@ class Format(NamedTuple):
     """A form of records."""
 
     record: str
-    """With `{k}` and `{v}` for key and value."""
+    """Text with `{k}` and `{v}` for key and value."""
     is_code: bool = False
     """True where key and value are names."""
 
@@ -75,7 +75,7 @@ FORMATS = (
 )
 HEADINGS = ("", "Records:\n", "# values\n", "Notes\n\n", "Below is a list.\n\n")
 REPEATS = ("\nAgain:\n", "\n---\n", "\n# repeated\n", "\nIn another order:\n\n", "\n\n")
-"""What stands between a prompt's parts and the answer."""
+"""Text between a prompt's parts and the answer."""
 
 
 def write(
