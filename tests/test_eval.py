@@ -2,8 +2,10 @@
 by its rules, differences by document."""
 
 import dataclasses
+import json
 import math
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,13 +14,12 @@ import pytest
 import swiftkv_jax as skv
 from swiftkv_jax import cli
 from swiftkv_jax.errors import DataError, UsageError
-from swiftkv_jax.eval.__main__ import main
-from swiftkv_jax.eval.comparison import scores, table
-from swiftkv_jax.eval.generation import generation
+from swiftkv_jax.eval.__main__ import main, parser
+from swiftkv_jax.eval.comparison import read_report, scores, table
 from swiftkv_jax.eval.options import EvalOptions
-from swiftkv_jax.eval.tasks import RENAMED
-from swiftkv_jax.eval.text_model import TextModel
+from swiftkv_jax.eval.text_model import TextModel, generation, harness_class
 from swiftkv_jax.infer import Engine, EngineOptions, SamplingParams
+from swiftkv_jax.infer.text import encode_pair
 from tests.infer import conftest
 
 checkpoint, greedy, logprobs = conftest.checkpoint, conftest.greedy, conftest.logprobs
@@ -73,6 +74,12 @@ def ids(tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+def score(model: TextModel, *pairs: tuple[str, str]) -> list[tuple[float, bool]]:
+    """What the model answers to texts that the harness has split."""
+    split = [(pair, *encode_pair(model.tokenizer, *pair)) for pair in pairs]
+    return model._loglikelihood_tokens(split)
+
+
 def near(*expected: tuple[float, bool]) -> list:
     return [(pytest.approx(logprob, abs=1e-3), likely) for logprob, likely in expected]
 
@@ -104,9 +111,9 @@ def test_loglikelihoods_are_those_of_a_whole_pass_in_the_order_of_the_requests(
         ([first], ids(tokenizer, "for")),
     ]
     expected = near(*(reference(before + after, len(before)) for before, after in wholes))
-    assert model.loglikelihood(ask(*pairs)) == expected
+    assert score(model, *pairs) == expected
     assert expected[1][1] and not expected[0][1]
-    assert model.loglikelihood(ask(*reversed(pairs))) == expected[::-1]
+    assert score(model, *reversed(pairs)) == expected[::-1]
 
 
 def test_a_text_that_is_too_long_loses_its_beginning_with_one_warning(
@@ -115,9 +122,7 @@ def test_a_text_that_is_too_long_loses_its_beginning_with_one_warning(
     context, continuation = " ".join([TEXT] * 6), " main main"
     tokens = [tokenizer.bos_token_id, *ids(tokenizer, context + continuation)]
     after = len(ids(tokenizer, continuation))
-    found = model.loglikelihood(
-        ask((context, continuation), ("for", " word"), (context, continuation))
-    )
+    found = score(model, (context, continuation), ("for", " word"), (context, continuation))
     assert (
         len(tokens) > LONGEST
         and found[0] == found[2] == near(reference(tokens[-LONGEST:], LONGEST - after))[0]
@@ -126,13 +131,13 @@ def test_a_text_that_is_too_long_loses_its_beginning_with_one_warning(
         f"2 of 3 prompts do not fit into {LONGEST} tokens and lost their beginning: "
         f"raise `max_model_len`"
     ]
-    model.loglikelihood(ask(("for", " word")))
+    score(model, ("for", " word"))
     assert len(caplog.messages) == 1
 
 
 def test_choices_share_their_context(engine, model):
     before = dataclasses.replace(engine.prefix_stats)
-    model.loglikelihood(ask(*((f"def main(argv): {TEXT}", f" {choice}") for choice in "abcd")))
+    score(model, *((f"def main(argv): {TEXT}", f" {choice}") for choice in "abcd"))
     hits, queries = (
         engine.prefix_stats.hits - before.hits,
         engine.prefix_stats.queries - before.queries,
@@ -140,21 +145,13 @@ def test_choices_share_their_context(engine, model):
     assert hits >= queries / 3
 
 
-@pytest.mark.parametrize(
-    ("pair", "error", "message"),
-    [
-        (("for", ""), DataError, "request 1: the continuation '' adds no token"),
-        (("", ""), DataError, "request 1: the continuation '' adds no token"),
-        (
-            ("for", " main" * LONGEST),
-            UsageError,
-            "request 1: its continuation has .* raise `max_model_len`",
-        ),
-    ],
-)
-def test_continuations_that_cannot_be_scored(model, engine, pair, error, message):
-    with pytest.raises(error, match=message):
-        model.loglikelihood(ask(("for", " word"), pair))
+def test_continuations_that_cannot_be_scored(model, engine, caplog):
+    long = (None, [0], [1] * LONGEST)
+    with pytest.raises(UsageError, match="request 1: its continuation has .* `max_model_len`"):
+        model._loglikelihood_tokens([(None, [0], [1]), long])
+    with pytest.raises(DataError, match="1 of 2 requests failed"):
+        model._loglikelihood_tokens([(None, [0], [1]), (None, [0], [])])
+    assert "request 1: " in caplog.messages[-1]
     assert not engine.has_work  # nothing is left behind
 
 
@@ -192,22 +189,22 @@ def test_repeated_prompts_draw_differently_and_the_same_again(model):
 
 
 @pytest.mark.parametrize(
-    ("settings", "params", "stops"),
+    ("settings", "params"),
     [
-        ({}, {"max_tokens": 256}, []),
-        ({"temperature": 0.5}, {"temperature": 0.5, "max_tokens": 256}, []),
-        ({"do_sample": True}, {"temperature": 1.0, "max_tokens": 256}, []),
-        ({"do_sample": False, "temperature": 0.5}, {"max_tokens": 256}, []),
-        ({"max_new_tokens": 7, "max_gen_toks": 8}, {"max_tokens": 8}, []),
+        ({}, {}),
+        ({"temperature": 0.5}, {"temperature": 0.5}),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        ({"do_sample": False, "temperature": 0.5}, {}),
+        ({"max_new_tokens": 7, "max_gen_toks": 8}, {"max_tokens": 8}),
         (
             {"until": ["</s>", "\n\n", ""], "stop": "Q:", "top_p": 0.9, "num_beams": 1},
-            {"max_tokens": 256, "stop_token_ids": (5,), "top_p": 0.9},
-            ["\n\n", "Q:"],
+            {"stop_token_ids": (5,), "top_p": 0.9, "stop": ("\n\n", "Q:")},
         ),
     ],
 )
-def test_settings_of_generations(settings, params, stops):
-    assert generation(settings, {"</s>": 5}) == (SamplingParams(**params), stops)
+def test_settings_of_generations(settings, params):
+    expected = SamplingParams(**{"max_tokens": 256} | params)
+    assert generation(settings, {"</s>": 5}) == expected
 
 
 @pytest.mark.parametrize(
@@ -216,7 +213,7 @@ def test_settings_of_generations(settings, params, stops):
         ({"num_beams": 4}, "num_beams"),
         ({"max_length": 7}, "max_length"),
         ({"n": 2}, "n is not supported"),
-        ({"until": 3}, "until=3"),
+        ({"until": 3}, "`stop`"),
         ({"do_sample": "maybe"}, "do_sample='maybe'"),
         ({"temperature": -1}, "`temperature`=-1"),
     ],
@@ -252,92 +249,80 @@ def test_conversations(engine, tokenizer):
 # Teacher and student ----------------------------------------------------------
 
 
-def report(values: dict[str, list[float]]) -> dict[str, Any]:
-    samples = {
-        task: [
-            {"doc_id": number, "filter": "none", "acc": value}
-            for number, value in enumerate(numbers)
-        ]
-        for task, numbers in values.items()
-    }
+def write_report(folder: Path, values: dict[str, list[float]], **changed: float) -> None:
+    """Files as the harness writes them for tasks with a metric of each document."""
     pooled = [value for numbers in values.values() for value in numbers]
-    results = {
-        task: {"alias": task, "acc,none": float(np.mean(n)), "acc_stderr,none": 0.25}
-        for task, n in values.items()
-    }
-    groups = {"both": {"acc,none": float(np.mean(pooled)), "acc_stderr,none": "N/A"}}
-    return {
-        "results": results,
-        "groups": groups,
+    means = {task: float(np.mean(numbers)) for task, numbers in values.items()} | changed
+    tables = {
+        "results": {task: {"acc,none": mean, "acc_stderr,none": 1} for task, mean in means.items()},
+        "groups": {"both": {"acc,none": float(np.mean(pooled)), "acc_stderr,none": "N/A"}},
         "group_subtasks": {"both": list(values)},
-        "samples": samples,
         "n-shot": {"a": 5},
     }
+    model = folder / "model"
+    model.mkdir(parents=True)
+    (model / "results_2026-01-02T03-04-05.json").write_text(json.dumps(tables))
+    for task, numbers in values.items():
+        samples = (
+            {"doc_id": number, "filter": "none", "metrics": ["acc"], "acc": value}
+            for number, value in enumerate(numbers)
+        )
+        lines = "".join(json.dumps(sample) + "\n" for sample in samples)
+        (model / f"samples_{task}_2026-01-02T03-04-05.jsonl").write_text(lines)
 
 
-def test_differences_are_of_the_same_documents():
-    sides = {
-        "teacher": report({"a": [1, 1, 0, 1], "b": [0, 0]}),
-        "student": report({"a": [1, 0, 0, 1], "b": [1, 0]}),
-    }
-    a, _, both = scores(sides)
-    assert (a.task, a.filter, a.metric, a.shots) == ("a", "none", "acc", 5)
-    assert a.values == ((0.75, 0.25), (0.5, 0.25)) and both.values[0][1] is None
-    assert a.difference == (-0.25, pytest.approx(0.5 / math.sqrt(4)))
+def test_differences_are_of_the_same_documents(tmp_path):
+    write_report(tmp_path / "teacher", {"a": [1, 1, 0, 1], "b_c": [0, 0]})
+    write_report(tmp_path / "student", {"a": [1, 0, 0, 1], "b_c": [1, 0]})
+    found = list(scores(*(read_report(tmp_path / side) for side in ("teacher", "student"))))
     gaps = [0, -1, 0, 0, 1, 0]
-    assert both.difference == (0, pytest.approx(np.std(gaps, ddof=1) / math.sqrt(6)))
-    lines = table(sides).splitlines()
-    row = "| a | 5 | none | acc | 0.7500 ± 0.2500 | 0.5000 ± 0.2500 | -0.2500 ± 0.2500 |"
-    assert lines[2] == row and len(lines) == 5
-    (alone, *_), width = scores({"score": sides["teacher"]}), len(lines[0].split("|"))
-    assert alone.difference is None
-    assert len(table({"score": sides["teacher"]}).split("\n")[0].split("|")) == width - 2
+    assert [one["stderr"] for one in found] == [
+        pytest.approx(np.std(some, ddof=1) / math.sqrt(len(some)))
+        for some in (gaps[:4], gaps[4:], gaps)
+    ]
+    lines = table(found).splitlines()
+    assert lines[2] == "| a | 5 | none | acc | 0.7500 | 0.5000 | -0.2500 ± 0.2500 |"
+    assert lines[4].startswith("| both |  | none | acc | 0.5000 | 0.5000 | +0.0000 ±")
 
 
-def test_a_metric_that_is_no_mean_over_documents_has_no_stderr():
-    teacher, student = report({"a": [1, 1, 0]}), report({"a": [1, 0, 0]})
-    teacher["results"]["a"]["acc,none"] = 0.9
-
-    def error() -> float | None:
-        score = next(scores({"teacher": teacher, "student": student}))
-        assert score.difference is not None
-        return score.difference[1]
-
-    assert error() is None
-    teacher["results"]["a"]["acc,none"] = 2 / 3
-    assert error() is not None
-    del student["samples"]["a"][0]
-    assert error() is None
+@pytest.mark.parametrize(
+    ("teacher", "student"),
+    [
+        ({"a": 0.9}, [1, 0, 0]),  # no mean over documents
+        ({}, [1, 0]),  # a document that only the teacher has
+    ],
+)
+def test_a_difference_without_standard_error(tmp_path, teacher, student):
+    write_report(tmp_path / "teacher", {"a": [1, 1, 0]}, **teacher)
+    write_report(tmp_path / "student", {"a": student})
+    found = next(scores(*(read_report(tmp_path / side) for side in ("teacher", "student"))))
+    assert found["stderr"] is None and "±" not in table([found])
 
 
 # The command ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("", "nothing to run: name some with --tasks"),
-        ("--paper --num-fewshot 3", "--num-fewshot does not go with --paper"),
-        ("--tasks a --fewshot-as-multiturn", "--fewshot-as-multiturn needs --apply-chat-template"),
-        ("--tasks a --num-fewshot -1", "--num-fewshot -1"),
-    ],
-)
-def test_flags_that_do_not_fit(flags, message, capsys):
-    assert main(flags.split()) == cli.USAGE
-    assert message in capsys.readouterr().err
+def test_flags_that_are_not_ours_go_to_the_harness():
+    theirs = "--tasks a,b --num-fewshot 5 --limit 3 --gen_kwargs top-p=1 --samples {} --seed 1 -f 2"
+    theirs += " --model_args x-y=1 --config c --device cpu --metadata m=1 --include-path=p-q"
+    args = parser().parse_args(["-m", "model", "--swiftkv", "both", *theirs.split()])
+    wanted = theirs.replace("-fewshot", "_fewshot").replace("include-path", "include_path").split()
+    assert (args.model, args.swiftkv) == ("model", "both")
+    assert EvalOptions().runs(args.harness) == [wanted]
 
 
 def test_the_authors_tasks():
-    runs = EvalOptions(paper=True).runs()
-    names = [name for run in runs for name in run["tasks"]]
-    assert len(names) == len(runs) == 7
-    assert set(RENAMED.values()) == {name for name in names if name.endswith("llama")}
-    shots = {run["tasks"][0]: run["num_fewshot"] for run in runs if run["apply_chat_template"]}
-    assert shots["mmlu_llama"] == 5 and shots["gsm8k_llama"] == 8 and len(shots) == 4
+    runs = EvalOptions(paper=True).runs(["--limit", "3"])
+    assert len(runs) == len({run[1] for run in runs}) == 7
+    assert all("max_gen_toks=1024" in run and run[-2:] == ["--limit", "3"] for run in runs)
+    with pytest.raises(UsageError, match="--tasks does not go with `paper`"):
+        EvalOptions(paper=True).runs(["--tasks", "a"])
 
 
 def test_without_the_harness_the_extra_is_named(monkeypatch, capsys):
     for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval"] + ["lm_eval"]:
         monkeypatch.setitem(sys.modules, name, None)
+    uncached = harness_class.__wrapped__
+    monkeypatch.setattr("swiftkv_jax.eval.command.harness_class", uncached)
     assert main(["--tasks", "hellaswag"]) == cli.USAGE
     assert "pip install 'swiftkv-jax[eval]'" in capsys.readouterr().err

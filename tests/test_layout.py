@@ -254,7 +254,8 @@ PARSE = """
 import contextlib, io, sys
 from swiftkv_jax.__main__ import main
 for command in {commands}:
-    for words in (["--help"], ["--no-such-flag"]):
+    wrong = ["--swiftkv", "x"] if command == "eval" else ["--no-such-flag"]
+    for words in (["--help"], wrong):
         with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
             main([*command.split(), *words])
         assert words != ["--help"] or "usage:" in out.getvalue() or "commands" in out.getvalue()

@@ -1,116 +1,91 @@
-"""Tables of the harness's reports, for one model or for teacher and student side by side."""
+"""Teacher and student side by side, from the files of the harness."""
 
 from __future__ import annotations
 
-import dataclasses
+import collections
+import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-Report = Mapping[str, Any]
-"""Report of `tasks.run_tasks`."""
-Estimate = tuple[float, float | None]
-"""A value and its standard error, None where that is unknown."""
+Report = dict[str, dict[str, Any]]
+"""Tables of the harness, each with a row for every task or group, and of each task its `samples`:
+filter -> document -> metrics."""
+TABLES = "results groups group_subtasks n-shot".split()
 
 
-@dataclasses.dataclass(frozen=True)
-class Score:
-    """One metric of a task or a group, in each report."""
+def read_report(folder: Path) -> Report:
+    """Read what the runs of the harness have written to `folder`, with `--log_samples`."""
+    report: Report = collections.defaultdict(dict)
+    for path in folder.rglob("results_*.json"):
+        tables = json.loads(path.read_text())
+        for name in TABLES:
+            report[name] |= tables.get(name, {})
+    for path in folder.rglob("samples_*.jsonl"):
+        task = path.stem.removeprefix("samples_").rpartition("_")[0]  # the date follows
+        filters: dict[str, dict[Any, Any]] = collections.defaultdict(dict)
+        with path.open() as lines:
+            for sample in map(json.loads, lines):
+                kept = {name: sample.get(name) for name in sample["metrics"]}
+                filters[sample["filter"]][sample["doc_id"]] = kept
+        report["samples"][task] = filters
+    return report
 
-    task: str
-    filter: str
-    """Name of the filter that extracts answers from generated text; "none" for choices."""
-    metric: str
-    shots: Any
-    values: tuple[Estimate, ...]
-    """One for each report."""
-    difference: Estimate | None
-    """Score of the second of two reports minus that of the first. Its error is that of the mean
-    difference of the same documents, far smaller than those of the two scores; None for a metric
-    that is no mean over documents."""
 
-
-def scores(reports: Mapping[str, Report]) -> Iterator[Score]:
-    """Yield all scores in the order of the first report, tasks before groups."""
-    first, *_ = every = list(reports.values())
-    for task, table in _tables(first).items():
-        for name in table:
+def scores(teacher: Report, student: Report) -> Iterator[dict[str, Any]]:
+    """Yield the columns of `table` for every metric of a task or a group, in the teacher's order,
+    and `stderr`: the standard error of the mean difference of the same documents, far smaller than
+    those of the two scores; None for a metric that is no mean over documents."""
+    first, second = (one["results"] | one["groups"] for one in (teacher, student))
+    for task, row in first.items():
+        for name, before in row.items():
             metric, comma, filter = name.partition(",")
-            if comma and not metric.endswith("_stderr") and isinstance(table[name], int | float):
-                values = tuple(_estimate(_tables(one)[task], metric, filter) for one in every)
-                gap = None
-                if len(every) == 2:
-                    pairs = _paired(every[0], every[1], task, metric, filter)
-                    gap = _difference(values[0][0], values[1][0], pairs)
-                shots = first.get("n-shot", {}).get(task, "")
-                yield Score(task, filter, metric, shots, values, gap)
-
-
-def _tables(report: Report) -> dict[str, dict[str, Any]]:
-    return report["results"] | report.get("groups", {})
-
-
-def _estimate(table: Mapping[str, Any], metric: str, filter: str) -> Estimate:
-    value = float(table[f"{metric},{filter}"])
-    error = table.get(f"{metric}_stderr,{filter}")
-    if isinstance(error, int | float):  # it is a text where it is unknown
-        return value, float(error)
-    return value, None
-
-
-def _difference(before: float, after: float, pairs: list[tuple[float, float]]) -> Estimate:
-    mean = math.nan if len(pairs) < 2 else statistics.fmean(first for first, _ in pairs)
-    if not math.isclose(mean, before, abs_tol=1e-6):
-        return after - before, None
-    spread = statistics.stdev(second - first for first, second in pairs)
-    return after - before, spread / math.sqrt(len(pairs))
+            if comma and not metric.endswith("_stderr") and isinstance(before, int | float):
+                pairs = list(_paired(teacher, student, task, filter, metric))
+                yield {
+                    "task": task,
+                    "shots": teacher["n-shot"].get(task, ""),
+                    "filter": filter,
+                    "metric": metric,
+                    "teacher": before,
+                    "student": second[task][name],
+                    "difference": second[task][name] - before,
+                    "stderr": _stderr(before, pairs),
+                }
 
 
 def _paired(
-    teacher: Report, student: Report, name: str, metric: str, filter: str
-) -> list[tuple[float, float]]:
-    """Scores of each document by teacher and student, all tasks of a group together; empty if the
-    documents differ or the metric is no number."""
-    pairs = []
-    for task in _tasks(teacher, name):
-        first, second = (_by_document(one, task, metric, filter) for one in (teacher, student))
-        if first.keys() != second.keys():
-            return []
-        pairs += [(first[document], second[document]) for document in first]
-    return pairs
+    teacher: Report, student: Report, name: str, filter: str, metric: str
+) -> Iterator[tuple[Any, Any]]:
+    """Yield a metric of each document by teacher and student, all tasks of a group together; None
+    for a document that only one of them has."""
+    inner = teacher["group_subtasks"].get(name) or ()
+    for task in inner:
+        yield from _paired(teacher, student, task, filter, metric)
+    if not inner:
+        first, second = (one["samples"].get(name, {}).get(filter, {}) for one in (teacher, student))
+        for document in first | second:
+            yield first.get(document, {}).get(metric), second.get(document, {}).get(metric)
 
 
-def _tasks(report: Report, name: str) -> list[str]:
-    """Names of all tasks in a group and its groups; a task's own name."""
-    inner = report.get("group_subtasks", {}).get(name) or []
-    return [task for one in inner for task in _tasks(report, one)] or [name]
+def _stderr(before: float, pairs: list[tuple[Any, Any]]) -> float | None:
+    numbers = all(isinstance(one, int | float) for pair in pairs for one in pair)
+    if len(pairs) < 2 or not numbers:
+        return None
+    if not math.isclose(statistics.fmean(first for first, _ in pairs), before, abs_tol=1e-6):
+        return None
+    return statistics.stdev(second - first for first, second in pairs) / math.sqrt(len(pairs))
 
 
-def _by_document(report: Report, task: str, metric: str, filter: str) -> dict[Any, float]:
-    return {
-        sample["doc_id"]: float(sample[metric])
-        for sample in report.get("samples", {}).get(task, [])
-        if sample.get("filter") == filter and isinstance(sample.get(metric), int | float)
-    }
-
-
-def table(reports: Mapping[str, Report]) -> str:
-    """A Markdown table with a column for each named report; with two, also the second minus the
-    first."""
-    head = ["task", "shots", "filter", "metric", *reports]
-    if len(reports) == 2:
-        head.append("difference")
+def table(found: list[dict[str, Any]]) -> str:
+    """A Markdown table of `scores`."""
+    head = "task shots filter metric teacher student difference".split()
     lines = [head, ["---"] * len(head)]
-    for score in scores(reports):
-        cells = [score.task, str(score.shots), score.filter, score.metric]
-        cells += [_with_error(value) for value in score.values]
-        if score.difference is not None:
-            cells.append(_with_error(score.difference, sign="+"))
-        lines.append(cells)
+    for one in found:
+        numbers = [f"{one['teacher']:.4f}", f"{one['student']:.4f}", f"{one['difference']:+.4f}"]
+        if one["stderr"] is not None:
+            numbers[-1] += f" ± {one['stderr']:.4f}"
+        lines.append([*(str(one[name]) for name in head[:4]), *numbers])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def _with_error(estimate: Estimate, *, sign: str = "") -> str:
-    value, stderr = estimate
-    return f"{value:{sign}.4f}" + ("" if stderr is None else f" ± {stderr:.4f}")

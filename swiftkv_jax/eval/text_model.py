@@ -6,37 +6,48 @@ Texts are split, marked, truncated and windowed by the harness's rules.
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import logging
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
-
-from tqdm import tqdm
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from ..errors import DataError, UsageError
+from ..infer.commands.batch import Result, Row, run_rows
+from ..infer.commands.output import ProgressWriter
+from ..infer.commands.results import Completions
 from ..infer.commands.score import Scores
 from ..infer.engine.engine import Engine
-from ..infer.engine.requests import Request, RequestOutput, ScoreRequest
-from ..infer.text import TextStream, check_unicode, encode_pair, first_token
+from ..infer.engine.requests import Request, ScoreRequest
+from ..infer.engine.sampling_params import SamplingParams
+from ..infer.text import check_unicode, first_token
 from ..text.chat_messages import normalize_messages
 from ..text.chat_template import render_chat
 from ..text.special_tokens import brings_first_token
-from .generation import generation
-from .tasks import harness
 
 logger = logging.getLogger(__name__)
 
+MAX_GEN_TOKS = 256
+"""New tokens if a task sets none: the harness's own default."""
+_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""Names of one setting; the first that is given counts, as in
+`lm_eval.models.utils.normalize_gen_kwargs`."""
 
-class HarnessRequest(Protocol):
-    """A request: an `lm_eval.api.instance.Instance`, or another object with its `args`."""
 
-    @property
-    def args(self) -> tuple[Any, ...]: ...
+def harness(module: str) -> Any:
+    """Import a module of lm-evaluation-harness. Raises `UsageError` if it is not installed."""
+    try:
+        return importlib.import_module(f"lm_eval.{module}")
+    except ImportError as error:
+        raise UsageError(
+            f"tasks need lm-evaluation-harness ({error}): pip install 'swiftkv-jax[eval]'"
+        ) from None
 
 
 class TextModel:
     """An engine made with `EngineOptions(scoring=True)` and the model's tokenizer, with the methods
-    of an `lm_eval.api.model.TemplateLM`: see `harness_model`."""
+    of an `lm_eval.api.model.TemplateLM`: see `harness_class`. A request is any object with the
+    `args` of an `lm_eval.api.instance.Instance`."""
 
     def __init__(self, engine: Engine, tokenizer: Any, *, progress: bool = False):
         """`progress` shows a bar on a terminal. Raises `UsageError` without a tokenizer, and if the
@@ -46,132 +57,84 @@ class TextModel:
             raise UsageError("this checkpoint has no tokenizer: tasks are text")
         self.engine = engine
         self.tokenizer = tokenizer
-        self._first = first_token(tokenizer)
-        self.special_tokens = {
-            token.content: id
-            for id, token in tokenizer.added_tokens_decoder.items()
-            if token.special
-        }
-        """Text -> id."""
+        self.max_length = engine.max_model_len
+        self.tokenizer_name = str(tokenizer.name_or_path).replace("/", "__")
+        self.eot_token_id: Any = tokenizer.eos_token_id
+        self.prefix_token_id = first_token(tokenizer)
+        """Token that stands before a text without context."""
+        added = tokenizer.added_tokens_decoder.items()
+        self._special_tokens = {token.content: id for id, token in added if token.special}
         self._progress = progress
         # Twice what decodes together: when a row ends, the next is queued already. And enough for
         # scores to fill their chunks.
         self._in_flight = 2 * max(64, engine.options.max_num_seqs)
 
-    @property
-    def eot_token_id(self) -> int:
-        return self.tokenizer.eos_token_id
-
-    @property
-    def prefix_token_id(self) -> int:
-        """Token that stands before a text without context."""
-        return self._first
-
-    @property
-    def max_length(self) -> int:
-        return self.engine.max_model_len
-
-    @property
-    def tokenizer_name(self) -> str:
-        return str(self.tokenizer.name_or_path).replace("/", "__")
-
-    # Requests of the harness --------------------------------------------------
-
-    def loglikelihood(
-        self, requests: Sequence[HarnessRequest], disable_tqdm: bool = False
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """ln p(continuation | context) of requests (context, continuation), and whether greedy
-        decoding would generate the continuation.
+        """ln p(continuation | context) of requests (texts, context, continuation), and whether
+        greedy decoding would generate the continuation.
 
         Texts that are too long lose their beginning. Raises `UsageError` if a continuation alone is
         too long, `DataError` if one has no token.
         """
-        cut = 0
 
-        def made() -> Iterator[ScoreRequest]:
-            nonlocal cut
-            for number, request in enumerate(requests):
-                try:
-                    context, continuation = encode_pair(self.tokenizer, *request.args)
-                except UsageError as error:
-                    raise DataError(f"request {number}: {error}") from None
+        def made() -> Iterator[tuple[ScoreRequest, Scores]]:
+            for number, (_, context, continuation) in enumerate(requests):
                 if len(continuation) >= self.max_length:
                     raise UsageError(
                         f"request {number}: its continuation has {len(continuation)} tokens: raise "
                         f"`max_model_len`={self.max_length}"
                     )
-                tokens = [*context, *continuation]
-                cut += len(tokens) > self.max_length
-                tokens = tokens[-self.max_length :]
-                yield ScoreRequest(tokens, len(tokens) - len(continuation))
+                tokens = self._last([*context, *continuation], self.max_length)
+                request = ScoreRequest(tokens, len(tokens) - len(continuation))
+                yield request, Scores(request)
 
-        found = self._score(made(), len(requests), "loglikelihood")
-        self._warn_of_truncation(cut, len(requests))
-        return found
+        return [(one.logprob, one.is_greedy) for one in self._run(made(), len(requests))]
 
     def loglikelihood_rolling(
-        self, requests: Sequence[HarnessRequest], disable_tqdm: bool = False
+        self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
         """Log-likelihood of the whole text of requests (text,), in the windows of the harness if it
         is too long for one."""
         utils = harness("utils")
+        first = self.prefix_token_id
         parts = [
-            (number, utils.make_disjoint_window(window))
+            (number, *utils.make_disjoint_window(window))
             for number, request in enumerate(requests)
             for window in utils.get_rolling_token_windows(
-                self.tok_encode(*request.args), self._first, self.max_length - 1, context_len=1
+                self.tok_encode(*request.args), first, self.max_length - 1, context_len=1
             )
         ]
-        scores = (ScoreRequest([*context, *scored], len(context)) for _, (context, scored) in parts)
-        found = self._score(scores, len(parts), "loglikelihood_rolling")
         totals = [0.0] * len(requests)
-        for (number, _), (logprob, _) in zip(parts, found, strict=True):
+        found = self._loglikelihood_tokens(parts)
+        for (number, *_), (logprob, _) in zip(parts, found, strict=True):
             totals[number] += logprob
         return totals
 
-    def generate_until(
-        self, requests: Sequence[HarnessRequest], disable_tqdm: bool = False
-    ) -> list[str]:
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Generated text of requests (context, gen_kwargs), up to the first of the stop strings or
         an end token.
 
         A context that is too long loses its beginning. Raises `UsageError` that names a setting
         which is not supported.
         """
-        streams = dict[int, TextStream]()
-        cut = 0
 
-        def made() -> Iterator[Request]:
-            nonlocal cut
+        def made() -> Iterator[tuple[Request, Completions]]:
             for number, request in enumerate(requests):
                 context, gen_kwargs = request.args
-                params, stops = generation(gen_kwargs, self.special_tokens)
+                params = generation(gen_kwargs, self._special_tokens)
                 room = self.max_length - params.max_tokens
                 if room < 1:
                     raise UsageError(
                         f"max_gen_toks={params.max_tokens} leaves no room for a prompt: raise "
                         f"`max_model_len`={self.max_length}"
                     )
-                prompt = self.tok_encode(context)
-                cut += len(prompt) > room
-                prompt = prompt[-room:]
-                streams[number] = TextStream(self.tokenizer, stops, prompt=prompt)
-                yield Request(prompt, params, rng_stream=number)
+                prompt = self._last(self.tok_encode(context), room)
+                one = Request(prompt, params, rng_stream=number)
+                yield one, Completions(self.tokenizer, one)
 
-        texts = [""] * len(requests)
-
-        def update(number: int, output: RequestOutput) -> bool:
-            stream = streams[number]
-            texts[number] += stream.push(output.token_ids)
-            done = stream.stopped or output.finish_reason is not None
-            if done:
-                texts[number] += stream.finish()
-                del streams[number]
-            return done
-
-        self._run(made(), len(requests), update, "generate_until")
-        self._warn_of_truncation(cut, len(requests))
-        return texts
+        return [one.samples[0].text for one in self._run(made(), len(requests))]
 
     def apply_chat_template(
         self, chat_history: Sequence[dict[str, str]], add_generation_prompt: bool = True
@@ -184,20 +147,18 @@ class TextModel:
         template fails then too.
         """
         if not getattr(self.tokenizer, "chat_template", None):
-            raise UsageError("`apply_chat_template`: this model's tokenizer has no chat template")
-
-        def render(messages: Sequence[dict[str, str]]) -> str:
-            return render_chat(
-                self.tokenizer,
-                normalize_messages(messages),
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
-
+            raise UsageError("--apply_chat_template: this model's tokenizer has no chat template")
+        render = functools.partial(
+            render_chat,
+            self.tokenizer,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+        messages = normalize_messages(chat_history)
         try:
-            return render(chat_history)
+            return render(messages)
         except DataError:
-            return render([message for message in chat_history if message["role"] != "system"])
+            return render([message for message in messages if message["role"] != "system"])
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
@@ -209,62 +170,80 @@ class TextModel:
             add_special_tokens = not brings_first_token(self.tokenizer, string)
         return list(self.tokenizer(string, add_special_tokens=add_special_tokens)["input_ids"])
 
-    # Running ------------------------------------------------------------------
+    def _last(self, tokens: list[int], most: int) -> list[int]:
+        self._cut += len(tokens) > most
+        return tokens[-most:]
 
-    def _warn_of_truncation(self, cut: int, total: int) -> None:
-        if cut:
+    def _run[R: Result](
+        self, requests: Iterable[tuple[Request | ScoreRequest, R]], total: int
+    ) -> list[R]:
+        """Run `total` requests, made when there is room for them; returns their results. Raises
+        `DataError` if one has failed, once all have ended."""
+        self._cut = 0
+        results: list[R] = []
+
+        def rows() -> Iterator[Row]:
+            for number, (request, result) in enumerate(requests):
+                results.append(result)
+                yield Row(number, f"request {number}", request, result)
+
+        writer = ProgressWriter(total=total, progress=self._progress)
+        with contextlib.closing(writer):
+            run_rows(self.engine, rows(), writer, in_flight=self._in_flight)
+        if writer.failed:
+            writer.end()
+            raise DataError(f"{writer.failed} of {total} requests failed")
+        if self._cut:
             logger.warning(
-                f"{cut} of {total} prompts do not fit into {self.max_length} tokens and lost their "
-                f"beginning: raise `max_model_len`"
+                f"{self._cut} of {total} prompts do not fit into {self.max_length} tokens and lost "
+                f"their beginning: raise `max_model_len`"
             )
-
-    def _score(
-        self, requests: Iterable[ScoreRequest], count: int, what: str
-    ) -> list[tuple[float, bool]]:
-        found: list[tuple[float, bool]] = [(math.nan, False)] * count
-        running = dict[int, Scores]()
-
-        def update(number: int, output: RequestOutput) -> bool:
-            if running[number].update(output):
-                return False
-            scores = running.pop(number)
-            found[number] = scores.logprob, scores.is_greedy
-            return True
-
-        def noted() -> Iterator[ScoreRequest]:
-            for number, request in enumerate(requests):
-                running[number] = Scores(request)
-                yield request
-
-        self._run(noted(), count, update, what)
-        return found
-
-    def _run(
-        self,
-        requests: Iterator[Request | ScoreRequest],
-        count: int,
-        update: Callable[[int, RequestOutput], bool],
-        what: str,
-    ) -> None:
-        """Run `count` requests, made when there is room for them. `update` gets the number and the
-        outputs of each, and returns whether the request is done."""
-        outputs = self.engine.run(requests, in_flight=self._in_flight)
-        bar = tqdm(total=count, desc=what, disable=None if self._progress else True)
-        with bar, contextlib.closing(outputs):
-            for number, output in outputs:
-                if output.finish_reason == "error":
-                    raise DataError(f"request {number}: {output.error}")
-                if update(number, output):
-                    self.engine.abort_request(output.request_id)  # no effect if it has ended
-                    bar.update()
+        if summary := writer.throughput.summary(self.engine):
+            logger.info(summary)
+        return results
 
 
-def harness_model(engine: Engine, tokenizer: Any, *, progress: bool = False) -> Any:
-    """The `TextModel` as an `lm_eval.api.model.LM`, for `lm_eval.simple_evaluate(model=...)` too.
-    Raises `UsageError` without the harness."""
+def generation(gen_kwargs: Mapping[str, Any], special_tokens: Mapping[str, int]) -> SamplingParams:
+    """Sampling parameters of a task's `gen_kwargs`, with the defaults of the harness.
 
+    `do_sample` False is greedy whatever `temperature` says; left out, a temperature above 0
+    samples; True without a temperature samples at 1. A stop string that is one of `special_tokens`
+    (text -> id) becomes a stop token: decoded text never shows those. Raises `UsageError` that
+    names what is unknown or out of range.
+    """
+    fields = dict(gen_kwargs)
+    if fields.pop("n", 1) != 1:
+        raise UsageError("n is not supported: the harness takes one text for each request")
+    limits = [limit for name in _LIMITS if (limit := fields.pop(name, None)) is not None]
+    stops = [stop for name in ("until", "stop") for stop in _listed(fields.pop(name, None))]
+    tokens = [special_tokens[stop] for stop in stops if stop in special_tokens]
+    do_sample = fields.pop("do_sample", None)
+    if do_sample not in (None, True, False):
+        raise UsageError(f"do_sample={do_sample!r} must be true or false")
+    if do_sample:
+        fields.setdefault("temperature", 1.0)
+    elif do_sample is not None:
+        fields["temperature"] = 0.0
+    fields["max_tokens"] = next(iter(limits), MAX_GEN_TOKS)
+    fields["stop_token_ids"] = [*(fields.get("stop_token_ids") or ()), *dict.fromkeys(tokens)]
+    fields["stop"] = [stop for stop in stops if stop not in special_tokens]
+    return SamplingParams.from_json({"temperature": 0.0} | fields, SamplingParams())
+
+
+def _listed(stops: Any) -> list[Any]:
+    """One or several stop strings, without empty ones: tasks use those for "none"."""
+    if not isinstance(stops, list | tuple):
+        stops = [stops]
+    return [stop for stop in stops if stop not in (None, "")]
+
+
+@functools.cache
+def harness_class() -> Any:
+    """The `TextModel` as an `lm_eval.api.model.LM`, which the harness calls `swiftkv`. Raises
+    `UsageError` without the harness."""
+
+    @harness("api.registry").register_model("swiftkv")
     class SwiftKVLM(TextModel, harness("api.model").TemplateLM):
-        def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[tuple[float, bool]]:
-            raise NotImplementedError  # `loglikelihood` does it all
+        max_length = prefix_token_id = eot_token_id = tokenizer_name = None  # set in `__init__`
 
-    return SwiftKVLM(engine, tokenizer, progress=progress)
+    return SwiftKVLM

@@ -1,7 +1,6 @@
 """Beside lm-evaluation-harness itself: its windows, its tokens, and tasks of local files. Without
 it these fail: `make test-eval`."""
 
-import importlib
 import json
 
 import numpy as np
@@ -9,13 +8,13 @@ import pytest
 
 from swiftkv_jax import cli
 from swiftkv_jax.eval.__main__ import main
-from swiftkv_jax.eval.text_model import harness_model
+from swiftkv_jax.eval.text_model import harness_class
 from swiftkv_jax.infer.text import encode_pair
 from tests import test_eval
 from tests.infer import conftest
 from tests.test_eval import ask, ids
 
-checkpoint, greedy = conftest.checkpoint, conftest.greedy
+checkpoint, greedy, logprobs = conftest.checkpoint, conftest.greedy, conftest.logprobs
 engine, model, reference = test_eval.engine, test_eval.model, test_eval.reference
 
 
@@ -35,12 +34,9 @@ def test_rolling_loglikelihoods_are_sums_over_windows(model, reference):
 
 
 def test_tokens_are_those_of_the_harness(model, monkeypatch):
-    base = importlib.import_module("lm_eval.api.model").TemplateLM
     seen = []
-    lm = harness_model(model.engine, model.tokenizer)
-    monkeypatch.setattr(
-        type(lm), "_loglikelihood_tokens", lambda self, requests, **_: seen.extend(requests) or []
-    )
+    lm = harness_class()(model.engine, model.tokenizer)
+    monkeypatch.setattr(lm, "_loglikelihood_tokens", lambda asked, **_: seen.extend(asked) or [])
     pairs = [
         ("for  ", "word"),
         ("", " word"),
@@ -49,7 +45,7 @@ def test_tokens_are_those_of_the_harness(model, monkeypatch):
         ("for", " word in"),
         ("for ", " word"),
     ]
-    base.loglikelihood(lm, ask(*pairs), disable_tqdm=True)
+    lm.loglikelihood(ask(*pairs), disable_tqdm=True)
     ours = [encode_pair(model.tokenizer, *pair) for pair in pairs]
     assert [(before, after) for _, before, after in seen] == ours
 
@@ -90,37 +86,32 @@ def test_tasks_from_local_files(
     common = COMMON.format(data=tmp_path / "rows.jsonl")
     (tmp_path / "choice.yaml").write_text(CHOICE + common)
     (tmp_path / "text.yaml").write_text(TEXTS + common)
-    flags = (
-        f"-m {checkpoint} --tasks local_choice,local_text --include-path {tmp_path} --swiftkv "
-        f"both -o {tmp_path / 'out.json'}"
-    )
-    engine = (
-        "--compile-cache none --max-num-batched-tokens 16 --max-model-len 48 --decode-steps "
-        "3 --page-size 8 --max-num-seqs 2"
-    )
-    assert main([*flags.split(), *engine.split()]) == cli.OK
-    found = json.loads((tmp_path / "out.json").read_text())
+    flags = f"-m {checkpoint} --include-path {tmp_path} --compile-cache none --page-size 8"
+    flags += " --max-num-batched-tokens 16 --max-model-len 48 --decode-steps 3 --max-num-seqs 2"
+    both = [*flags.split(), "--tasks", "local_choice,local_text", "--swiftkv", "both"]
+    both += ["--output", str(tmp_path / "out")]
+    assert main(both) == cli.OK
+    (results,) = (tmp_path / "out" / "student").rglob("results_*.json")
+    student = json.loads(results.read_text())["results"]
 
     def score(question: str, choice: str) -> float:
         before = [0, *ids(tokenizer, question)]
         return reference(before + ids(tokenizer, f" {choice}"), len(before))[0]
 
     right = [score(question, "print") > score(question, "main") for question in questions]
-    student = found["reports"]["student"]["results"]
     assert student["local_choice"]["acc,none"] == pytest.approx(np.mean(right))
     same = [row["text"] == text for row, text in zip(rows, texts, strict=True)]
     assert student["local_text"]["exact_match,none"] == pytest.approx(np.mean(same))
-    assert {one["task"] for one in found["differences"]} == {
-        "local_choice",
-        "local_text",
-    } and found["lm_eval"]
+    record = json.loads((tmp_path / "out" / "swiftkv.json").read_text())
+    differences = {one["task"]: one for one in record["differences"]}
+    assert differences.keys() == {"local_choice", "local_text"} and record["versions"]
+    assert all(one["stderr"] is not None for one in differences.values())
     out, err = capsys.readouterr()
-    assert (
-        out.startswith("| task | shots | filter | metric | teacher | student | difference |")
-        and "prefix cache" in err
-    )
-    assert main([*flags.split(), *engine.split()]) == cli.USAGE  # nothing is overwritten
-    assert (
-        main(["-m", str(checkpoint), "--tasks", "nonesuch", "--compile-cache", "none"]) == cli.USAGE
-    )
-    assert "'nonesuch' is not a task of the installed harness" in capsys.readouterr().err
+    assert "| task | shots | filter | metric | teacher | student | difference |" in out
+    assert "cached" in err
+    assert main(both) == cli.USAGE  # nothing is overwritten
+    assert main([*flags.split(), "--tasks", "nonesuch"]) == cli.USAGE
+    assert "Tasks not found: nonesuch" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([*flags.split(), "--tasks", "local_text", "--nonesuch"])
+    assert "--nonesuch" in capsys.readouterr().err
