@@ -48,7 +48,7 @@ from swiftkv_jax.model.transformer import Remat
 from swiftkv_jax.process import files
 from swiftkv_jax.train.data import restated
 from swiftkv_jax.train.data.prepare import Preparation
-from swiftkv_jax.train.data.sources import DataSource
+from swiftkv_jax.train.data.sources import DataSource, parse_source
 from swiftkv_jax.train.recipe import Recipe
 from swiftkv_jax.train.run import loop
 from swiftkv_jax.train.run.metrics import METRICS, read_metrics
@@ -65,8 +65,8 @@ HELD_OUT = "held-out.jsonl"
 DELTA = "delta"
 TRAINING = "training.json"
 """In the folder of a student: what was trained, and where, with the trainer's held-out figures."""
-SHARES_OF_TEXT = 1, 9, 10
-"""Weights of what the model wrote, of the packages' text, and of examples that restate it."""
+GENERATED_SHARE = 1, 9
+"""Weights of what the model wrote and of the packages' text."""
 
 logger = logging.getLogger("swiftkv_jax.benchmarks")
 
@@ -94,11 +94,11 @@ class Plan:
     calibration_tokens: int | None = None
     """Of the start in closed form; None is the trainer's default."""
 
-    def cells(self, num_layers: int, program: Program) -> list[Cell]:
+    def cells(self, num_layers: int, program: Program, restated_share: float = 0.0) -> list[Cell]:
         """The students; tokens are rounded to whole steps."""
         per_step = self.batch_size * self.max_length
         return [
-            Cell(cut, program.at(num_layers - cut), "own", 64, steps * per_step)
+            Cell(cut, program.at(num_layers - cut), "own", 64, steps * per_step, restated_share)
             for cut, tokens in ((round(num_layers * share), tokens) for share, tokens in self.runs)
             for steps in [max(1, round(tokens / per_step))]
         ]
@@ -165,7 +165,9 @@ def main(argv: list[str] | None = None) -> int:
     flag("--seconds", type=float, help="stop and save after so many seconds")
     flag("--folder", type=Path, default=Path("runs/distill-real"), help="(default: %(default)s)")
     flag("--students", metavar="K:TOKENS,...", help="instead of the plan's, as 15:40e6,20:20e6")
-    flag("--data", metavar="PATH:WEIGHT", action="append", help="instead of the two sources")
+    flag("--data", metavar="PATH:WEIGHT", action="append", help="text instead of the two sources")
+    flag("--restated", metavar="PATH", help="examples instead of those made of the packages' text")
+    flag("--restated-share", type=float, default=0.5, help="of the rows (default: %(default)s)")
     flag("--train-only", action="store_true", help="measure nothing, and keep what was trained")
     add_flags(parser)
     args = parser.parse_args(argv)
@@ -184,7 +186,9 @@ def run(args: argparse.Namespace) -> int:
     if args.students:
         runs = parse_students(args.students, config.num_layers)
         plan = dataclasses.replace(plan, runs=runs)
-    cells = plan.cells(config.num_layers, program)
+    if not 0 <= args.restated_share < 1:
+        raise UsageError(f"`restated_share`={args.restated_share}: must be from 0 to below 1")
+    cells = plan.cells(config.num_layers, program, args.restated_share)
     args.folder.mkdir(parents=True, exist_ok=True)
     if args.seconds is not None:
         stop_after(args.seconds)
@@ -225,7 +229,8 @@ def delta_of(args: argparse.Namespace, cell: Cell) -> Path:
 
 
 def _name(args: argparse.Namespace, cell: Cell) -> str:
-    return f"{cell.num_key_value_layers}-{args.program}-{cell.tokens}"
+    restated = f"-{cell.restated_share:g}" if cell.restated_share else ""
+    return f"{cell.num_key_value_layers}-{args.program}-{cell.tokens}{restated}"
 
 
 def parse_students(text: str, num_layers: int) -> tuple[tuple[float, int], ...]:
@@ -278,12 +283,20 @@ def _is_measured(results: Results, cell: Cell) -> bool:
 
 
 def training_data(args: argparse.Namespace, plan: Plan, teacher: Model) -> tuple[str, ...]:
-    """The three sources as packed rows, or those of `--data`, in the form of `Recipe.data`. Writes
-    the held-out text beside them. What is there is used again."""
+    """The sources in the form of `Recipe.data`: text, and the share of examples that restate it.
+    Writes the held-out text beside them. What is there is used again."""
     if not held_out_file(args).exists():
         corpus.write_held_out(held_out_file(args), settings_of(args).seed)
-    if args.data:
-        return tuple(args.data)
+    text = list(map(parse_source, args.data or ())) or text_sources(args, plan, teacher)
+    share = args.restated_share
+    if share:
+        weight = share / (1 - share) * sum(source.weight for source in text)
+        text.append(DataSource(args.restated or restated_source(args, plan), weight))
+    return tuple(f"{source.path}:{source.weight}" for source in text)
+
+
+def text_sources(args: argparse.Namespace, plan: Plan, teacher: Model) -> list[DataSource]:
+    """What the model wrote and the packages' text, as packed rows."""
     documents = corpus.training_documents(args.corpus)
     written = args.folder / f"generated-{plan.generated_tokens}.jsonl"
     if not written.exists():
@@ -291,25 +304,32 @@ def training_data(args: argparse.Namespace, plan: Plan, teacher: Model) -> tuple
         generations.write(
             teacher, documents, written, tokens=plan.generated_tokens, sequences=plan.sequences
         )
-    tokenizer = open_tokenizer(Recipe(model=args.model, data=(), output_dir=args.folder))
-    text = args.corpus / corpus.TRAIN
-    sources = written, text, restated_file(args, plan, text, tokenizer)
-    packed = [
-        Preparation(DataSource(str(path)), tokenizer, plan.max_length)
-        .prepare(args.folder / "data")
-        .path
-        for path in sources
+    sources = written, args.corpus / corpus.TRAIN
+    return [
+        DataSource(prepared(args, plan, path), weight)
+        for path, weight in zip(sources, GENERATED_SHARE, strict=True)
     ]
-    return tuple(f"{path}:{weight}" for path, weight in zip(packed, SHARES_OF_TEXT, strict=True))
 
 
-def restated_file(args: argparse.Namespace, plan: Plan, text: Path, tokenizer: Any) -> Path:
-    """The examples made of the packages' text; they are written if they are not there."""
+def restated_source(args: argparse.Namespace, plan: Plan) -> str:
+    """Examples made of the packages' text, as packed rows."""
+    corpus.training_documents(args.corpus)
     file = args.folder / f"restated-{plan.restated}.jsonl"
     if not file.exists():
         logger.info("%s examples restate the text", f"{plan.restated:,}")
-        restated.write([str(text)], tokenizer, file, plan.restated, plan.max_length)
-    return file
+        text = [str(args.corpus / corpus.TRAIN)]
+        restated.write(text, tokenizer_of(args), file, plan.restated, plan.max_length)
+    return prepared(args, plan, file)
+
+
+def prepared(args: argparse.Namespace, plan: Plan, file: Path) -> str:
+    """The folder of a file's packed rows, which are made if they are not there."""
+    made = Preparation(DataSource(str(file)), tokenizer_of(args), plan.max_length)
+    return str(made.prepare(args.folder / "data").path)
+
+
+def tokenizer_of(args: argparse.Namespace) -> Any:
+    return open_tokenizer(Recipe(model=args.model, data=(), output_dir=args.folder))
 
 
 def held_out_file(args: argparse.Namespace) -> Path:

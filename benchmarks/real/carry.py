@@ -5,7 +5,7 @@
 
 Packed are the model in parts, training text of this machine's packages and examples that restate it
 as packed rows, and held-out text. The machine then runs `python -m benchmarks.distill_real gpu
---model TARGET/parts --data TARGET/text --data TARGET/restated --folder TARGET --train-only`.
+--model TARGET/parts --data TARGET/text --restated TARGET/restated --folder TARGET --train-only`.
 """
 
 from __future__ import annotations

@@ -95,6 +95,8 @@ class Cell:
     exact_tail: int
     tokens: int = 0
     """Tokens that it was trained on."""
+    restated_share: float = 0
+    """Share of them in examples whose answers repeat parts of their prompts."""
 
     @property
     def key(self) -> dict[str, Any]:
@@ -105,11 +107,14 @@ class Cell:
             "generated_kv": self.generated_kv,
             "exact_tail": self.exact_tail,
             "trained_tokens": self.tokens,
+            "restated_share": self.restated_share,
         }
 
     def __str__(self) -> str:
         served = f"own, tail {self.exact_tail}" if self.generated_kv == "own" else "boundary"
         trained = f", {self.tokens:,} tokens" if self.tokens else ""
+        if self.restated_share:
+            trained += f", {self.restated_share:.0%} restated"
         return f"K={self.num_key_value_layers}, {self.program}, {served}{trained}"
 
 

@@ -23,24 +23,26 @@ _COLUMNS = (
     "KL",
     "agreement",
     "far",
+    "far KL",
     *(task.name for task in documents.TASKS),
     "HumanEval",
 )
 _TITLES = {"english": "English", "code": "code"}
 
-_ON_THE_PAGE = range(12 + 1)
+_ON_THE_PAGE = range(13 + 1)
 """Columns of the page of measurements: all that every cell has."""
 
 LEGEND = (
     f"`prefill` is the share of the teacher's operations for a prompt of 2,048 tokens. `English` "
     f"and `code` are the perplexity above the teacher's after a prompt of {PROMPT}, in rows of "
-    f"{LENGTH} tokens of held-out packages; `far` the nats lost on far tokens of both. The last "
-    f"columns are the share of questions whose answer is right in every token, student minus "
+    f"{LENGTH} tokens of held-out packages; `far` the nats lost on far tokens of both, and `far "
+    f"KL` the divergence there. The last columns are the share of questions whose answer is right in every token, student minus "
     f"teacher, in points: `recall` of values in a register, `questions` about people, and "
     f"`identifiers` to complete, over documents of 512 to 4,096 tokens. ± is one standard error of "
     f"the paired difference; those of the tasks take questions about one document for independent. "
     f"`own`, 64: answers and the prompt's last 64 tokens keep their own keys and values. Students "
-    f"without a number of tokens are in closed form."
+    f"without a number of tokens are in closed form; `restated` is the share of the rows whose "
+    f"answers [repeat parts of their prompts](training.md#data)."
 )
 
 
@@ -116,9 +118,12 @@ def _notes(found: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield f"Trained on {device}, from a start fitted to {tokens:,} tokens."
 
 
-def _millions(cell: Cell) -> str:
+def _trained_on(cell: Cell) -> str:
     tokens = cell["trained_tokens"]
-    return f"{tokens / 1e6:.2g}M" if tokens else ""
+    if not tokens:
+        return ""
+    share = cell.get("restated_share", 0)
+    return f"{tokens / 1e6:.2g}M" + (f", {share:.0%} restated" if share else "")
 
 
 def _lines(found: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
@@ -132,7 +137,8 @@ def _order(cell: Cell) -> tuple[Any, ...]:
     program = cell["exact_head"], cell["prompt_attention_layers"], cell["boundary_taps"]
     program += cell.get("prompt_mlp_neurons", 0), cell.get("key_value_group_size", 0)
     served = cell["generated_kv"] == "boundary", cell["exact_tail"]
-    return -cell["num_key_value_layers"], program, served, cell["trained_tokens"]
+    trained = cell["trained_tokens"], cell.get("restated_share", 0)
+    return -cell["num_key_value_layers"], program, served, trained
 
 
 def _line(cell: Cell, layers: int) -> tuple[str, ...]:
@@ -151,12 +157,13 @@ def _line(cell: Cell, layers: int) -> tuple[str, ...]:
             )
         ),
         f"`own`, {tail}" if cell["generated_kv"] == "own" else "`boundary`",
-        _millions(cell),
+        _trained_on(cell),
         f"{cell['prefill_share']:.1%}",
         *(_percent(texts[kind]["above"]) for kind in ("english", "code")),
         f"{kl:.3f}",
         f"{agreement:.1%}",
         _far(cell),
+        f"{cell['far']['kl']['value']:.3f}" if cell["far"]["tokens"] else "",
         *(_answers(cell["tasks"].get(task.name)) for task in documents.TASKS),
         _points(cell.get("human_eval")),
     )

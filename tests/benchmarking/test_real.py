@@ -328,13 +328,13 @@ def test_table():
     figures = {
         "prefill_share": 0.6042,
         "texts": {"english": text, "code": text},
-        "far": {"tokens": 99, "lost": {"value": 0.664, "stderr": 0.05}},
+        "far": {"tokens": 99, "lost": {"value": 0.664, "stderr": 0.05}, "kl": figure},
         "tasks": {one.name: task for one in documents.TASKS},
     }
     base, both = cells.PROGRAMS["base"], cells.PROGRAMS["both"]
     made = [
         cells.Cell(15, base, "boundary", 0),
-        cells.Cell(15, both, "own", 64, 262_144),
+        cells.Cell(15, both, "own", 64, 262_144, 0.5),
         cells.Cell(20, base, "own", 64),
     ]
     document = {
@@ -347,12 +347,12 @@ def test_table():
     lines = table.table([document, newer]).splitlines()[2:]
     assert lines[0] == (
         "| 20 (67%) | closed form | `own`, 64 |  | 60.4% | +1.2% ± 0.4 | +1.2% ± 0.4 | 0.012 "
-        "| 90.0% | +0.66 ± 0.05 |" + " -25 ± 7, +0.60 ± 0.07 |" * 3 + " -25 ± 7 |"
+        "| 90.0% | +0.66 ± 0.05 | 0.012 |" + " -25 ± 7, +0.60 ± 0.07 |" * 3 + " -25 ± 7 |"
     )
     starts = ["| 15 (50%) | closed form | `boundary` |  |"]
-    starts += ["| 15 (50%) | tap, attention of 2 | `own`, 64 | 0.26M |"]
+    starts += ["| 15 (50%) | tap, attention of 2 | `own`, 64 | 0.26M, 50% restated |"]
     assert [line[: len(start)] for line, start in zip(lines[1:], starts, strict=True)] == starts
     section = table.section([document, newer])
     assert "75% of 44 of `recall`" in section
-    assert "| 0.012 | 90.0% | +0.66 ± 0.05 | -25 ± 7 | -25 ± 7 | -25 ± 7 |" in section
+    assert "| 0.012 | 90.0% | +0.66 ± 0.05 | 0.012 | -25 ± 7 | -25 ± 7 | -25 ± 7 |" in section
     assert section.count(" -25 ± 7 | -25 ± 7 | -25 ± 7 |") == 3
