@@ -51,6 +51,7 @@ def test_far_tokens_are_found_once_and_lost_nats_reported_at_each_evaluation(
     for row in measured.values():
         lost = math.log(row["eval_student_perplexity"] / row["eval_teacher_perplexity"])
         assert row["eval_far_nats"] == pytest.approx(lost, rel=1e-3, abs=1e-6)
+        assert row["eval_far_kl"] == pytest.approx(row["eval_kl"], rel=1e-3, abs=1e-6)
         assert row["eval_far_tokens"] == sum(found)
     first, last = (measured[step]["eval_far_nats"] for step in (0, 2))
     error = capsys.readouterr().err

@@ -65,6 +65,8 @@ class FarLoss(NamedTuple):
     tokens: int = 0
     nats: float | None = None
     """None without far tokens."""
+    kl: float | None = None
+    """KL(teacher || student) on them, nats; None where it was not measured."""
 
     @property
     def is_known(self) -> bool:

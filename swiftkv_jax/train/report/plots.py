@@ -163,7 +163,7 @@ _PANELS = (
     Panel(
         "Lost on held-out far tokens",
         "nats per token",
-        (("eval_far_nats", ""),),
+        (("eval_far_nats", "lost"), ("eval_far_kl", "KL")),
         count="eval_far_tokens",
     ),
     Panel("Gradient norm, before clipping", "norm", (("grad_norm", ""),), log=True),

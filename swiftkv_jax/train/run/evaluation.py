@@ -36,6 +36,7 @@ from ..loss.quality import (
 from ..run_options import RunOptions
 from .batch_sharder import BatchSharder
 from .metrics import (
+    EVAL_FAR_KL,
     EVAL_FAR_NATS,
     EVAL_FAR_TOKENS,
     EVAL_LOSS,
@@ -122,8 +123,8 @@ def _batches(
 
 def evaluate(step: EvalStep, rows: HeldOut, hidden_weight: float) -> dict[str, float]:
     """Perplexities, agreement, KL, distillation loss and hidden loss per token, the number of far
-    tokens, if there are any the nats lost on them, and with two batches or more the standard error
-    of the perplexity that is lost, under names that begin with `eval_`.
+    tokens, if there are any the nats lost on them and the KL divergence there, and with two batches
+    or more the standard error of the perplexity that is lost, under names that begin with `eval_`.
 
     They are means over the predictions of targets (`hidden_loss`: over tokens). The recipe's
     `loss_average` and `loss_mask` affect only the training loss.
@@ -139,6 +140,7 @@ def evaluate(step: EvalStep, rows: HeldOut, hidden_weight: float) -> dict[str, f
     measured = {
         EVAL_FAR_TOKENS: lost.far.tokens,
         EVAL_FAR_NATS: lost.far.nats,
+        EVAL_FAR_KL: lost.far.kl,
         EVAL_PERPLEXITY_ERROR: lost.perplexity.error,
     }
     return results | {name: value for name, value in measured.items() if value is not None}
@@ -157,8 +159,10 @@ def compare_rows(step: EvalStep, rows: HeldOut) -> tuple[Sums, StudentLoss]:
     by_batch: Sums = jax.tree.map(lambda *of_batches: np.stack(of_batches), *parts)
     lost, lost_far = np.transpose(by_batch.student_nll - by_batch.teacher_nll)
     targets, far = np.transpose(by_batch.targets)
-    tokens = int(far.sum())
-    far_loss = FarLoss(tokens, float(lost_far.sum()) / tokens) if tokens else FarLoss()
+    far_loss = FarLoss()
+    if tokens := int(far.sum()):
+        nats, kl = (float(sums.sum()) / tokens for sums in (lost_far, by_batch.kl[:, 1]))
+        far_loss = FarLoss(tokens, nats, kl)
     total = jax.tree.map(lambda leaf: leaf[:, 0].sum(0), by_batch)
     return total, StudentLoss(PerplexityLoss(*perplexity_loss(lost, targets)), far_loss)
 

@@ -33,6 +33,8 @@ EVAL_LOSS = "eval_loss"
 """Name of the held-out loss in a row."""
 EVAL_FAR_NATS = "eval_far_nats"
 """Name of the nats lost on held-out far tokens, see `far_tokens`."""
+EVAL_FAR_KL = "eval_far_kl"
+"""Name of the KL divergence from the teacher there."""
 EVAL_PERPLEXITY_ERROR = "eval_perplexity_loss_error"
 """Name of the standard error of the share of the teacher's perplexity that is lost."""
 EVAL_FAR_TOKENS = "eval_far_tokens"
@@ -83,7 +85,7 @@ def loss_of(row: Mapping[str, Any]) -> StudentLoss:
     share = row["eval_student_perplexity"] / row["eval_teacher_perplexity"] - 1
     return StudentLoss(
         PerplexityLoss(share, row.get(EVAL_PERPLEXITY_ERROR)),
-        FarLoss(int(row.get(EVAL_FAR_TOKENS, 0)), row.get(EVAL_FAR_NATS)),
+        FarLoss(int(row.get(EVAL_FAR_TOKENS, 0)), row.get(EVAL_FAR_NATS), row.get(EVAL_FAR_KL)),
     )
 
 
@@ -250,9 +252,10 @@ class MetricsRecorder:
         shown = [
             f"{_in_words(name)} {value:.4f}"
             for name, value in results.items()
-            if name not in (EVAL_FAR_TOKENS, EVAL_FAR_NATS, EVAL_PERPLEXITY_ERROR)
+            if name not in (EVAL_FAR_TOKENS, EVAL_FAR_NATS, EVAL_FAR_KL, EVAL_PERPLEXITY_ERROR)
         ]
         if EVAL_FAR_NATS in results:
+            shown.append(f"far KL {results[EVAL_FAR_KL]:.4f}")
             shown.append(f"far nats {loss_of(results).far}")
         logger.info("step %d: held-out %s", step, "  ".join(shown))
         self._log.write({"step": step} | results)
