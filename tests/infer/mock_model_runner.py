@@ -14,7 +14,7 @@ from swiftkv_jax.infer.engine.constrained import ConstrainedCall
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.host_tier import PageMove
 from swiftkv_jax.infer.engine.options import EngineOptions
-from swiftkv_jax.infer.engine.page_store import FINGERPRINT_BYTES, PageStore
+from swiftkv_jax.infer.engine.page_store import FINGERPRINT_BYTES, HEADER, PageStore
 from swiftkv_jax.infer.engine.request_state import Chunk, RequestState, SequenceState
 from swiftkv_jax.infer.engine.requests import ScoreRequest
 from swiftkv_jax.infer.engine.sampler_output import REJECTED, AsyncOutput, SamplerOutput
@@ -352,6 +352,7 @@ def mock_engine(
     host_pages: int = 0,
     num_adapters: int = 0,
     folder: Path | None = None,
+    disk_pages: int = 2**20,
     **options,
 ) -> tuple[Engine, MockModelRunner]:
     """With `exact_tail` the model keeps own keys and values. `folder` is for files of pages."""
@@ -378,7 +379,7 @@ def mock_engine(
     )
     runner = MockModelRunner(shapes, window)
     if folder is not None:
-        runner.host_pages.open(folder)
+        runner.host_pages.open(folder, disk_pages * (HEADER.size + 8 * page_size))
     config = dataclasses.replace(
         CONFIG,
         layer_kinds=(LayerKind(window=window),),

@@ -229,12 +229,15 @@ class HostTier:
 
     # Disk ---------------------------------------------------------------------
 
-    def fetch(self, keys: Sequence[bytes]) -> set[bytes]:
+    def fetch(self, keys: Sequence[bytes]) -> set[bytes] | None:
         """Begin to read those pages of a prefix that are on disk alone; `keys` are all that the
         device has not. Those at the end for which there are no slots are left. Returns the keys of
-        the others."""
+        the others, or None while pages of other prefixes that are being read have the slots."""
         assert self.store is not None
-        keys = keys[: len(self._free) + len(self._slot_of) - len(self._held)]
+        room = len(self._free) + len(self._slot_of) - len(self._held)
+        if room < len(keys) and self._is_reading:
+            return None
+        keys = keys[:room]
         self.touch(keys)
         wanted = [key for key in keys if key not in self._slot_of]
         if not self._reading:
@@ -249,10 +252,14 @@ class HostTier:
                 self.store.read(key)
         return {*wanted}
 
+    @property
+    def _is_reading(self) -> bool:
+        """True if pages are being read, by a disk that has not stalled."""
+        return bool(self._reading) and time.monotonic() - self._progress_at < STALLED_SECONDS
+
     def is_reading(self, key: bytes) -> bool:
         """Return whether a page is being read, by a disk that has not stalled."""
-        stalled = time.monotonic() - self._progress_at >= STALLED_SECONDS
-        return key in self._reading and not stalled
+        return key in self._reading and self._is_reading
 
     def take_read(self, *, wait: bool) -> None:
         """Put pages that have been read into their slots. With `wait` wait for one, if any is

@@ -174,19 +174,19 @@ class PagePool:
         first = self.first_visible(length * self.page_size)
         return [RELEASED] * first + pages[first:length]
 
-    def fetch(self, keys: Sequence[bytes], fetching: set[bytes] | None) -> set[bytes]:
+    def fetch(self, keys: Sequence[bytes], fetching: set[bytes] | None) -> set[bytes] | None:
         """Read into host memory what a prefix lacks there and on the device, as far as it is on
-        disk. Returns the keys of pages that are still to be read; `fetching` is what the call
-        before returned for this prefix, None for the first one."""
+        disk. Returns the keys of pages that are still to be read, None if nothing could be begun
+        yet; `fetching` is what the call before returned for this prefix, None for the first one."""
         if self.host is None or (store := self.host.store) is None:
             return set()
         if fetching is None:
             marks = zip(keys, self.match(keys, store), strict=False)
             fetching = self.host.fetch([key for key, mark in marks if mark in (ON_HOST, ON_DISK)])
-        if fetching:
+        if fetching != set():
             self.host.take_read(wait=not self.used)
             self.host.touch(keys)
-        return {key for key in fetching if self.host.is_reading(key)}
+        return fetching and {key for key in fetching if self.host.is_reading(key)}
 
     def persist(self, seconds: float) -> None:
         """Write all cached pages to disk, the last used first, in so many seconds at most. Pages

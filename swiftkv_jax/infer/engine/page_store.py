@@ -104,7 +104,8 @@ class PageStore:
         self._scan()
         self._make_room(0)
         for tasks in (self._writes, *[self._reads] * READERS):
-            self._threads.append(threading.Thread(target=_run, args=(tasks,), daemon=True))
+            name = "pages to disk" if tasks is self._writes else "pages from disk"
+            self._threads.append(threading.Thread(None, _run, name, (tasks,), daemon=True))
             self._threads[-1].start()
 
     def __len__(self) -> int:

@@ -52,7 +52,7 @@ class RequestState:
         """Keys of the full pages of `prefill_token_ids` that other requests may share
         (`PagePool.keys`): those before `own_start`."""
         self.fetching: set[bytes] | None = None
-        """Keys of pages that are still to be read from disk; None before it was asked for any."""
+        """Keys of pages that are still to be read from disk; None before any could be asked for."""
         self.pages: list[int] = []
         """Pages of the first sequence, or of the scored tokens; `RELEASED` for those that no later
         token sees."""

@@ -170,7 +170,7 @@ class Scheduler:
         usable = state.upper.start if state.upper else state.prefill_target
         keys = state.page_keys[: usable // self.page_size]
         state.fetching = self.pools[0].fetch(keys, state.fetching)
-        if state.fetching:
+        if state.fetching != set():
             return None
         cached = {dp_rank: self.pools[dp_rank].match(keys) for dp_rank in candidates}
 

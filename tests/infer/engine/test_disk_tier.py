@@ -1,10 +1,10 @@
 """An engine whose prefix cache goes on from files of an earlier one."""
 
+import collections
 import gc
 import random
 import time
 import weakref
-from typing import Any
 
 import pytest
 
@@ -95,41 +95,53 @@ def test_the_rate_of_prefill_is_not_that_of_the_disk(tmp_path):
     runner.host_pages.store.close()
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_at_random(tmp_path, seed):
-    """Over the device, the host and the disk, with windows, preemptions, samples and aborts, and
-    restarts: the mock checks each page that is read."""
-    rng = random.Random(seed)
-    fields: dict[str, Any] = {
-        "num_pages": 24,
-        "host_pages": 16,
-        "reserve_tokens": rng.choice([1, 5]),
-    }
-    fields["window"] = rng.choice([None, 21])
-    prefixes = [prompt_of(number, rng.randint(8, 28)) for number in range(6)]
-    loaded = 0
-    for _ in range(3):
-        engine, runner = mock_engine(folder=tmp_path, **fields)
-        store = runner.host_pages.store
-        assert store is not None
-        live = []
-        for _ in range(60):
-            prompt = [*rng.choice(prefixes), *prompt_of(rng.randrange(6), rng.randint(1, 12))]
-            if rng.random() < 0.6:
-                live.append(
-                    engine.add_request(ask(prompt, rng.randint(1, 20), n=rng.randint(1, 2)))
-                )
+@pytest.mark.parametrize("window", [None, 21])
+@pytest.mark.parametrize("count", [300, pytest.param(50_000, marks=pytest.mark.long)])
+def test_at_random(tmp_path, count, window):
+    """Requests over the device, the host and a disk that is too small, with preemptions, samples,
+    aborts and restarts, 100,000 in all: the mock checks each page that is read, and no place for a
+    page is lost."""
+    rng = random.Random(count)
+    prefixes = [prompt_of(number, rng.randint(8, 28)) for number in range(12)]
+    seen, slots = collections.Counter[str](), 24
+    while seen["requests"] < count:
+        engine, runner = mock_engine(
+            num_pages=24,
+            chunk=32,
+            steps=2,
+            window=window,
+            host_pages=slots,
+            folder=tmp_path,
+            disk_pages=100,
+            reserve_tokens=rng.choice([1, 5]),
+        )
+        store, host = runner.host_pages.store, engine._pools[0].host
+        assert store is not None and host is not None
+        live: list[int] = []
+        for _ in range(rng.randint(20, 100)):
+            for _ in range(rng.randint(0, 4)):
+                prompt = [*rng.choice(prefixes), *prompt_of(rng.randrange(4), rng.randint(1, 12))]
+                params = {"n": rng.choice([1, 1, 2]), "ignore_eos": rng.random() < 0.9}
+                live.append(engine.add_request(ask(prompt, rng.choice([1, 1, 2, 4, 20]), **params)))
             if rng.random() < 0.1 and live:
-                engine.abort_request(rng.choice(live))
+                engine.abort_request(rng.choice(live[-8:]))
             engine.step()
+            while len(engine._scheduler.waiting) > 8:
+                engine.step()
+            assert runner.host_pages.slots.keys().isdisjoint(host._reading.values())
+            assert len(runner.host_pages.slots) + len(host._reading) <= slots
         drain(engine)
         check_empty(engine)
-        if rng.random() < 0.7:
+        assert len(host._free) + len(host._slot_of) + len(host._reading) == slots
+        assert not host._held and not host._loading and not host._moves
+        if rng.random() < 0.5:
             engine.persist_prefix_cache(10)
-        loaded += store.loaded
-        assert not store.misses["damaged"]
+        assert not store.misses["damaged"] and not store.misses["write"]
+        seen.update(requests=len(live), preempted=engine.stats.preemptions)
+        seen.update(from_host=host.loaded, from_disk=store.loaded)
         store.close()
-    assert loaded > 5
+    assert min(seen["from_host"], seen["from_disk"]) > seen["requests"] / 10
+    assert seen["preempted"] or window
 
 
 @pytest.mark.parametrize("shape", [None, pytest.param("1x2", marks=pytest.mark.long)])

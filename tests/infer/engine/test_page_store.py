@@ -11,7 +11,7 @@ from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.engine import host_tier, page_store
 from swiftkv_jax.infer.engine.host_tier import HostTier, PageMove
 from swiftkv_jax.infer.engine.page_pool import ON_HOST
-from swiftkv_jax.infer.engine.page_store import HEADER, MAX_UNWRITTEN, READERS, PageStore
+from swiftkv_jax.infer.engine.page_store import HEADER, MAX_UNWRITTEN, PageStore
 from tests.infer.engine.test_host_tier import Memory, pool_of
 from tests.infer.mock_model_runner import MockHostPages
 
@@ -316,8 +316,8 @@ def test_the_beginning_of_a_prefix_is_read_and_kept(tmp_path):
     assert store.wait_written(0, time.monotonic() + 10)
     assert host.save(KEYS[0], 0) and host.save(KEYS[1], 1)
     host.hold(KEYS[:1])
-    fetching = pool.fetch(keys, None)
-    assert fetching <= {*keys[:4]} and not host.fetch(keys[4:])
+    fetching = host.fetch(keys)
+    assert fetching == {*keys[:4]} and host.fetch(keys) is None
     assert len(memory.host_pages.slots) + len(host._reading) == 5
     while fetching:
         fetching = pool.fetch(keys, fetching)
@@ -362,18 +362,27 @@ def test_a_file_that_cannot_be_read_now_stays(tmp_path, monkeypatch):
 def test_the_end_of_a_process_does_not_wait_for_a_disk(tmp_path, monkeypatch):
     """What waits is left. A store that is dropped ends its threads, and lets others use the
     folder."""
-    store, go_on = store_of(tmp_path), threading.Event()
+    store, started, go_on = store_of(tmp_path), threading.Event(), threading.Event()
+
+    def encode(page):
+        started.set()
+        go_on.wait(10)
+        return [page]
+
     threads = store._threads
     assert all(thread.daemon for thread in threads)
     monkeypatch.setattr(page_store, "EXIT_SECONDS", 0.01)
     with monkeypatch.context() as hangs:
-        hangs.setattr(store, "_encode", lambda page: go_on.wait(10) and [page])
+        hangs.setattr(store, "_encode", encode)
         store.write(KEYS[1], page_of(1))
         store.write(KEYS[2], page_of(2))
+        assert started.wait(10)
         store.wait()
-    assert [thread.is_alive() for thread in threads] == [True, *[False] * READERS]
+    assert threads[0].is_alive()
     go_on.set()
-    threads[0].join(10)
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
     assert store.saved == 1
     del store
     store = store_of(tmp_path)
