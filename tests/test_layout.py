@@ -32,8 +32,8 @@ FLOORS = [
     {"nnx"},
 ]
 MODEL_FLOORS = [
-    {"boundary_checks", "mesh_shape", "rope_config"},
-    {"mesh"},
+    {"boundary_checks", "mesh_shape", "rope_config", "speculator_config"},
+    {"mesh", "speculator"},
     {"attention", "config"},
     {"cut", "low_rank", "param_rows", "rope"},
     {"params"},

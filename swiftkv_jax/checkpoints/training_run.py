@@ -36,6 +36,8 @@ CALIBRATION = "calibration.json"
 """Record of what a calibration fitted and measured."""
 EXPORT = "model"
 """Folder of the exported model in the output folder of a run or a calibration."""
+SPECULATOR = "speculator"
+"""Folder of the exported speculator in the output folder of a run."""
 
 
 def is_run(path: str | os.PathLike[str]) -> bool:

@@ -47,8 +47,8 @@ VLLM = {
     "--kv-offloading-size": "not here: caches are not offloaded to the host",
     "--kv-transfer-config": "not here: one server reads prompts and decodes",
     "--spec-tokens": "here --speculative-config '{{\"num_speculative_tokens\": {value}}}'",
-    "--spec-model": "not here: there are no trained drafters; --speculative-config drafts from the "
-    "request's own text",
+    "--spec-model": 'here --speculative-config \'{{"model": "{value}"}}\', of an LSTM or MLP '
+    "speculator",
     "--disable-log-requests": "leave it out: requests are logged with --log-requests alone",
     "--disable-uvicorn-access-log": "leave it out: requests are logged with --log-requests alone",
     "--disable-log-stats": "leave it out: figures are at /metrics",

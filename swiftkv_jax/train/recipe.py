@@ -198,10 +198,25 @@ class Recipe(RunOptions):
         False, "export the state of the lowest held-out loss, not the last"
     )
     """Whether the best state is exported, not the last. The state of step 0 is a candidate."""
+    speculator: int | None = option(
+        None,
+        "then train a head that drafts N tokens for --speculative-config, into "
+        "OUTPUT_DIR/speculator",
+        metavar="N",
+        at_least=1,
+        group="speculator",
+    )
+    speculator_steps: int = option(
+        3000, "steps of its training (default: %(default)s; demo: %(demo)s)", at_least=1
+    )
+    speculator_learning_rate: float = option(
+        1e-3, "peak, after which it falls as a cosine (default: %(default)s; demo: %(demo)s)"
+    )
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("learning_rate", "temperature", "max_grad_norm"):
+        positive = "learning_rate speculator_learning_rate temperature max_grad_norm"
+        for name in positive.split():
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise UsageError(f"`{name}`={value}: must be above 0 and finite", option=name)
@@ -267,6 +282,8 @@ DEMO = Recipe(
     learning_rate=2e-3,
     remat="none",
     save_steps=50,
+    speculator_steps=600,
+    speculator_learning_rate=8e-3,
 )
 """The run without a named model: the demo teacher on the standard library, a few minutes on two CPU
 cores."""

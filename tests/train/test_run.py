@@ -10,11 +10,18 @@ import sys
 import time
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import swiftkv_jax as skv
 from swiftkv_jax import demo
+from swiftkv_jax.checkpoints.speculators import read_speculator
+from swiftkv_jax.model.batch import unpacked_batch
+from swiftkv_jax.model.layers import norm
+from swiftkv_jax.model.speculator import draft_tokens
+from swiftkv_jax.model.transformer import student
 from swiftkv_jax.train.__main__ import main
 
 TEXT = (
@@ -71,6 +78,30 @@ def test_the_loss_falls_and_the_result_is_exported(uninterrupted):
         and "model.layers.7.self_attn.q_proj_swiftkv.weight" in exported
     )
     assert json.loads((uninterrupted / "recipe.json").read_text())["max_steps"] == STEPS
+
+
+def test_a_finished_run_gets_a_speculator(data, uninterrupted, tmp_path):
+    """It drafts from the state of a token and the next one what the student chooses after them, as
+    often as the run says."""
+    output = tmp_path / "run"
+    shutil.copytree(uninterrupted, output)
+    flags = {"speculator": 2, "speculator-steps": 60, "eval-data": data}
+    assert main(arguments(data, output, **flags)) == 0
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    shares = [rows[-1][f"eval_speculator_accepted_{place}"] for place in (1, 2)]
+    assert rows[-1]["step"] == STEPS and shares[0] >= shares[1] > 0.5
+    assert [row[0] for row in losses(output)] == list(range(1, STEPS + 1))
+    head = read_speculator(output / "speculator", np.float32)
+    model = skv.load(output / "model", dtype="float32")
+    assert model.tokenizer is not None and model.swiftkv is not None
+    ids = model.tokenizer.encode(TEXT)
+    tokens = jnp.array(ids[: len(ids) // 32 * 32]).reshape(-1, 32)
+    hidden = student(model.config, model.llama, model.swiftkv, unpacked_batch(tokens))
+    hidden = norm(model.config, hidden, model.llama.final_norm)
+    chosen = np.asarray(skv.logits(model, tokens).argmax(axis=-1))
+    drafts = draft_tokens(head, hidden[:, :-2].reshape(-1, 128), tokens[:, 1:-1].reshape(-1), 2)
+    right = np.asarray(drafts[:, 0]) == chosen[:, 1:-1].reshape(-1)
+    assert right.mean() == pytest.approx(shares[0], abs=0.05)
 
 
 @pytest.mark.long

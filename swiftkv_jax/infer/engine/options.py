@@ -11,6 +11,7 @@ from ...cli import parse_size, token_count
 from ...cli.fields import option
 from ...errors import UsageError
 from ...model.config import GENERATED_KV, NO_OWN, GeneratedKV, KVCacheDtype
+from ...model.speculator_config import refused_drafter
 from .shadow_drafts import MAX_LOOKUP
 
 MAX_DECODE_STEPS = 128
@@ -19,6 +20,8 @@ OFFLINE_PREFILL_CHUNKS = 32
 MAX_SPECULATIVE_TOKENS = 15
 METHODS = ("ngram", "ngram_gpu")
 """vLLM's names of drafts from a request's own text."""
+SPECULATORS = ("mlp_speculator", "arctic")
+"""vLLM's and ArcticInference's names of drafts by a speculator (`model.speculator`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,11 @@ class SpeculativeConfig:
     enable_adaptive_verification: bool = True
     """Permission to decode one token a step where more are not expected to pay, by the measured
     cost of a step and the share of drafts that were right."""
+    model: str | None = None
+    """Folder of a speculator, or its name on the Hub. It drafts where no match is as long as its
+    drafts. None: drafts come from a request's own text alone."""
+    enable_suffix_decoding: bool = True
+    """With a speculator: permission to draft from a request's own text too."""
 
     def __post_init__(self):
         for name, least, most in (
@@ -51,10 +59,15 @@ class SpeculativeConfig:
                     f"{most}",
                     option="speculative_config",
                 )
-        if type(adaptive := self.enable_adaptive_verification) is not bool:
+        for name in ("enable_adaptive_verification", "enable_suffix_decoding"):
+            if type(value := getattr(self, name)) is not bool:
+                raise UsageError(
+                    f"`speculative_config.{name}`={value!r} must be true or false",
+                    option="speculative_config",
+                )
+        if self.model is None and not self.enable_suffix_decoding:
             raise UsageError(
-                f"`speculative_config.enable_adaptive_verification`={adaptive!r} must be true or "
-                f"false",
+                "`speculative_config.enable_suffix_decoding`=False needs a `model` that drafts",
                 option="speculative_config",
             )
 
@@ -67,11 +80,14 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
         raise UsageError(f"`speculative_config` is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise UsageError("`speculative_config` must be a JSON object")
-    if (method := fields.pop("method", "ngram")) not in METHODS:
-        raise UsageError(
-            f"`speculative_config.method`={method!r} is not one of {', '.join(METHODS)}: drafts "
-            f"come from a request's own text"
-        )
+    known_methods = (*METHODS, *SPECULATORS)
+    method = fields.pop("method", SPECULATORS[0] if "model" in fields else METHODS[0])
+    if method not in known_methods:
+        reason = refused_drafter(str(method)) or f"is not one of {', '.join(known_methods)}"
+        raise UsageError(f"`speculative_config.method`={method!r} {reason}")
+    if (method in SPECULATORS) is not isinstance(fields.get("model"), str):
+        needs = "needs `model`, its folder" if method in SPECULATORS else "goes without `model`"
+        raise UsageError(f"`speculative_config.method`={method!r} {needs}")
     known = {field.name for field in dataclasses.fields(SpeculativeConfig)}
     if unknown := fields.keys() - known:
         raise UsageError(
@@ -204,7 +220,8 @@ class EngineOptions:
     speculative: SpeculativeConfig | None = option(
         None,
         "several tokens a step where the answer repeats its prompt, and the same ones; "
-        '{} or {"num_speculative_tokens": 7} as vLLM takes it, with the method ngram',
+        '{} or {"num_speculative_tokens": 7} as vLLM takes it, with the method ngram; with '
+        '{"model": DIR} also where a speculator is right, methods arctic and mlp_speculator',
         metavar="JSON",
         names=("--speculative-config",),
         parse=parse_speculative_config,

@@ -82,6 +82,8 @@ class Shapes:
     speculation."""
     lookup: tuple[int, int] = (2, MAX_LOOKUP)
     """Fewest and most tokens of a match that drafts follow."""
+    hidden_dim: int = 0
+    """Entries of the hidden state that a speculator drafts from; 0 without one."""
     num_adapters: int = 0
     """Places for adapters; 0 for programs without any."""
 

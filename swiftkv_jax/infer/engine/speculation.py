@@ -1,8 +1,8 @@
 """Speculation: several tokens of a sequence in one step, the same as without it.
 
-Drafts come from a sequence's own text (`runner.drafts`), and the sampler decides at each place, so
-a step emits one token at least. How many is known when the call is read: what is planned has two
-bounds. Slots go by the fewest tokens that calls in flight emit, pages by the most.
+Drafts come from a sequence's own text or a speculator (`runner.drafts`), and the sampler decides at
+each place, so a step emits one token at least. How many is known when the call is read: what is
+planned has two bounds. Slots go by the fewest tokens that calls in flight emit, pages by the most.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ MARGIN = 1.05
 """Tokens that wide steps must emit for each one that steps of width 1 emit in the same time."""
 AVERAGE_WEIGHT = 0.02
 """Weight of a step in the average of all sequences."""
+FIRST_TOKENS = 2.5
+"""Tokens of a wide step with a speculator, until the first ones tell."""
+FORGETTING = 0.001
+"""Weight of a step of width 1 towards `FIRST_TOKENS`: it tells nothing of what the speculator would
+have drafted, so after some hundreds of them wide steps are tried again."""
 
 
 class DecodeCalls:
@@ -48,6 +53,9 @@ class DecodeCalls:
         self._adapts = speculative is not None and speculative.enable_adaptive_verification
         self._rate = FIRST_RATE
         """A running average of `ShadowDrafts.rate`."""
+        has_speculator = speculative is not None and speculative.model is not None
+        self._wide_tokens = FIRST_TOKENS if has_speculator else None
+        """The same of tokens in a wide step, with a speculator; else None."""
 
     @property
     def steps(self) -> int:
@@ -83,7 +91,7 @@ class DecodeCalls:
         if self._adapts:
             tokens = 0.0
             for sequence in sequences:
-                tokens += self._shadow(sequence).tokens_of_step(width) if sequence.has_drafts else 1
+                tokens += self._tokens_of_step(sequence, width) if sequence.has_drafts else 1
             if not self._pays(tokens, sequences, rows):
                 return narrow
         return wide if self._scheduler.have_pages(sequences, wide.most) else narrow
@@ -93,6 +101,11 @@ class DecodeCalls:
         ranks = collections.Counter(one.request_state.dp_rank for one in sequences)
         rows = max(ranks.values())
         return rows, self._shapes.wide_call(rows).width
+
+    def _tokens_of_step(self, sequence: SequenceState, width: int) -> float:
+        """Tokens that a step of `width` may be expected to emit of a sequence that drafts."""
+        tokens = self._shadow(sequence).tokens_of_step(width)
+        return tokens if self._wide_tokens is None else max(tokens, self._wide_tokens)
 
     def _pays(self, tokens: float, sequences: Sequence[SequenceState], rows: int) -> bool:
         """Say whether a wide step that may be expected to emit `tokens` emits more than steps of
@@ -142,6 +155,10 @@ class DecodeCalls:
             if emitted := [one for one in step if one >= 0]:
                 shadow.add(emitted, width)
                 self._rate += AVERAGE_WEIGHT * (shadow.rate - self._rate)
+                if self._wide_tokens is not None and width > 1:
+                    self._wide_tokens += AVERAGE_WEIGHT * (len(emitted) - self._wide_tokens)
+                elif self._wide_tokens is not None:
+                    self._wide_tokens += FORGETTING * (FIRST_TOKENS - self._wide_tokens)
 
 
 @dataclasses.dataclass

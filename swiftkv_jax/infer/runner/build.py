@@ -18,6 +18,7 @@ from ...model.cache import cache_dtype
 from ...model.config import Config
 from ...model.mesh import check_mesh, dp_size, mesh_of
 from ...model.model import Model, check_model
+from ...model.speculator import Speculator
 from ...pallas_kernels import Implementation
 from ...plan.hardware import hardware_of
 from ..engine.options import EngineOptions
@@ -102,6 +103,10 @@ def build_model_runner(
     if options.enable_lora:
         adapters = init_adapters(served, options, model.dtype, layout.replicated)
         weights = dataclasses.replace(weights, adapters=adapters)
+    if options.speculative is not None and options.speculative.model is not None:
+        speculator = load_speculator(options.speculative.model, served, model.dtype)
+        speculator = jax.device_put(speculator, layout.replicated)
+        weights = dataclasses.replace(weights, speculator=speculator)
     # A caller that donates drops the model, also what was moved to a mesh and not deleted.
     kept_bytes = 0 if donate else bytes_kept(callers, weights)
     limit = memory_limit(device, options.memory_utilization)
@@ -118,7 +123,9 @@ def build_model_runner(
         ridge_tokens=RIDGE_TOKENS if hardware is None else hardware.ridge_tokens,
     )
     shapes = dataclasses.replace(
-        shapes, host_pages=num_host_pages(options, layout, device.platform)
+        shapes,
+        host_pages=num_host_pages(options, layout, device.platform),
+        hidden_dim=0 if weights.speculator is None else served.embed_dim,
     )
     ops = Attention(mesh, attention)
     if _widens_pool(layout, shapes, model.dtype, ops):
@@ -138,6 +145,26 @@ def build_model_runner(
         compiler_options=options.compiler_options,
         on_compile=on_compile,
     )
+
+
+def load_speculator(path: str, config: Config, dtype: Any) -> Speculator:
+    """The speculator in a folder or on the Hub, in NumPy. Raises `UsageError` unless it is for
+    models of this vocabulary and width."""
+    from ...checkpoints.hub import local_path
+    from ...checkpoints.speculators import read_speculator
+
+    speculator = read_speculator(local_path(path), dtype)
+    found = speculator.config
+    for name, value, wanted in (
+        ("vocab_size", found.vocab_size, config.vocab_size),
+        ("input_hidden_dim", found.hidden_dim, config.embed_dim),
+    ):
+        if value != wanted:
+            raise UsageError(
+                f"`speculative_config.model`={path}: its {name} is {value}, the model's {wanted}",
+                option="speculative_config",
+            )
+    return speculator
 
 
 def _check_own_kv(model: Model, served: Config) -> None:

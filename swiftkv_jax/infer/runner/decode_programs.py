@@ -7,6 +7,7 @@ every token:  `run_lower_layers`  embed, lower layers
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from jaxtyping import Array, Float, Int, UInt16, UInt32
 from ...model.attention import DEFAULT, Attention
 from ...model.cache import KVCache, Pool, cache_sharding, map_cache, row_sharding, write_token
 from ...model.config import Config
-from ...model.layers import unembed
+from ...model.layers import norm, unembed
 from ...model.packed_attention import score_options
 from ..engine.constrained import HostDrafts
 from ..engine.sampler_output import SamplerOutput
@@ -70,9 +71,10 @@ def decode_logits(
     *,
     block: Block | None = None,
     attention: Attention = DEFAULT,
-) -> tuple[Float[Array, "B T V"], KVCache]:
+) -> tuple[Float[Array, "B T V"], Float[Array, "B T D"] | None, KVCache]:
     """The last token of each sequence, or the T of its row in `block`, through all layers: float32
-    logits of the next ones, and the cache with the tokens' keys and values.
+    logits of the next ones, their hidden states after the final norm (None without a speculator),
+    and the cache with the tokens' keys and values.
 
     Sequences that have ended write nothing. Where `kv_programs` is both, tokens from
     `batch.own_start` on keep their own upper keys and values; where it is own, all of them.
@@ -151,7 +153,10 @@ def decode_logits(
         own_page = page if kv == "own" else jnp.where(length >= rows.own_start, page, INVALID_PAGE)
         write = writer(own_page, length % page_size)
         x, cache = run_upper_layers_own(config, weights, x, tables, cache, write, read, attention)
-    return unembed(config, weights, x), cache
+    hidden = None
+    if weights.speculator is not None:
+        hidden = norm(config, x, weights.final_norm).astype(jnp.float32)
+    return unembed(config, weights, x), hidden, cache
 
 
 def pool_reader(
@@ -281,7 +286,7 @@ def decode(
 
     def step(carry, _):
         cache, batch, token_counts, history = carry
-        logits, cache = decode_logits(config, weights, batch, cache, attention=attention)
+        logits, hidden, cache = decode_logits(config, weights, batch, cache, attention=attention)
         logits = logits[:, 0]
         active = batch.remaining > 0
         if greedy:
@@ -289,16 +294,20 @@ def decode(
         else:
             sampled, token_counts = emit(logits, batch, slots, token_counts, masks)
         cache = keep_cache_sharding(config, cache, attention)
+        if hidden is not None:
+            hidden = jnp.where(active[:, None], hidden[:, 0], batch.hidden)
+            batch = dataclasses.replace(batch, hidden=hidden)
         carry = cache, batch.advance(sampled.token), token_counts, history
         return carry, sampled._replace(token=jnp.where(active, sampled.token, -1))
 
     def verify(drafting: Drafting, carry, _):
         cache, batch, token_counts, history = carry
         if drafts is None:
-            block = draft(history.at[slots].get(mode="clip"), batch, drafting)
+            rows = history.at[slots].get(mode="clip")
+            block = draft(rows, batch, drafting, weights.speculator)
         else:
             block = given(drafts, batch)
-        logits, cache = decode_logits(
+        logits, hidden, cache = decode_logits(
             config, weights, batch, cache, block=block, attention=attention
         )
         width = drafting.width
@@ -314,7 +323,7 @@ def decode(
                 allowed, logits, sampling, position, _counts_of_blocks, token_counts, slots, block
             )
         token = sampled.token.reshape(block.tokens.shape)
-        after, emitted = accepted(block, token, batch)
+        after, emitted = accepted(block, token, batch, hidden)
         if not greedy:
             token_counts = update_token_counts_of_blocks(token_counts, slots, token, emitted)
         history = extend_history(history, slots, batch, block.position, token, emitted)

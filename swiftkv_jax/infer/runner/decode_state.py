@@ -37,6 +37,9 @@ class DecodeBatch:
     own_page_table: Leaf = None  # i32[B, P, O]; `RequestState.own_pages`; None without them
     # i32[B]; see `drafts.history_of`, -1 for a row without drafts; None without speculation
     history_offset: Leaf = None
+    # f32[B, D]; the normed hidden state that `token` was chosen from, zeros before the first decode
+    # step; None without a speculator
+    hidden: Leaf = None
     adapter: Leaf = None  # i32[B, 1]; see `RequestState`; None without adapters
 
     @functools.partial(jax.jit, inline=True)
@@ -58,6 +61,7 @@ class DecodeBatch:
             token=update(self.token, batch.token),
             length=update(self.length, batch.length),
             remaining=update(self.remaining, batch.remaining),
+            hidden=None if self.hidden is None else update(self.hidden, batch.hidden),
         )
 
     def advance(self, token: Int[Array, " B"]) -> DecodeBatch:
@@ -123,6 +127,7 @@ def make_batch(
     own_start: Sequence[int] | None = None,
     history_offset: Sequence[int] | None = None,
     adapters: Sequence[int] | None = None,
+    hidden_dim: int = 0,
 ) -> DecodeBatch:
     """A batch in NumPy."""
     return DecodeBatch(
@@ -134,6 +139,7 @@ def make_batch(
         own_start=None if own_start is None else np.array(own_start, np.int32),
         own_page_table=page_tables.own_page_table,
         history_offset=None if history_offset is None else np.array(history_offset, np.int32),
+        hidden=_no_hidden(len(tokens), hidden_dim),
         adapter=None if adapters is None else np.array(adapters, np.int32)[:, None],
     )
 
@@ -157,7 +163,13 @@ def batch_of(
         own_start=own_start if shapes.has_own_start else None,
         history_offset=history_offset,
         adapters=adapters if shapes.num_adapters else None,
+        hidden_dim=shapes.hidden_dim,
     )
+
+
+def _no_hidden(count: int, dim: int) -> np.ndarray | None:
+    """`DecodeBatch.hidden` before the first decode step."""
+    return np.zeros((count, dim), np.float32) if dim else None
 
 
 def decode_rows(
@@ -178,7 +190,8 @@ def empty_batch(count: int, shapes: Shapes) -> DecodeBatch:
     """A batch in NumPy of `count` slots without sequences."""
     zeros = np.zeros(count, np.int32)
     page_table = np.zeros((count, shapes.table_pages), np.int32)
-    batch = DecodeBatch(zeros, zeros, zeros, page_table, empty_sampling(count))
+    hidden = _no_hidden(count, shapes.hidden_dim)
+    batch = DecodeBatch(zeros, zeros, zeros, page_table, empty_sampling(count), hidden=hidden)
     if shapes.has_own_start:
         batch = dataclasses.replace(batch, own_start=zeros)
     if own := shapes.pages_per_own_page:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from ...model.speculator import Speculator, draft_tokens
 from ..engine.constrained import HostDrafts
 from ..engine.sampler_output import NON_FINITE, REJECTED
 from ..engine.shadow_drafts import lookup_text
@@ -65,12 +66,18 @@ def history_of(
     return row, end - len(prompt) - len(generated)
 
 
-def draft(history: Int[Array, "B N"], batch: DecodeBatch, drafting: Drafting) -> Block:
+def draft(
+    history: Int[Array, "B N"],
+    batch: DecodeBatch,
+    drafting: Drafting,
+    speculator: Speculator | None = None,
+) -> Block:
     """The block of each sequence, with the tokens after the longest match of the text's end, of
     equal ones the last. Where these reach the end they begin again: a loop is drafted as one.
 
     The last token may differ from that of the match where none ends with it: so drafts go on behind
-    a token that a prediction has wrong.
+    a token that a prediction has wrong. A speculator drafts where no match is as long as its
+    drafts. The source of those is the first place behind the text.
     """
     width, size = drafting.width, history.shape[1]
     end = (batch.length + batch.history_offset)[:, None]
@@ -102,12 +109,25 @@ def draft(history: Int[Array, "B N"], batch: DecodeBatch, drafting: Drafting) ->
     match, found = jnp.where(differs, before, match), jnp.where(differs, found_before, found)
     wanted = jnp.minimum(width - 1, 2 * match)[:, 0]
     can_draft = (match[:, 0] >= drafting.shortest) & (batch.history_offset >= 0)
+    own = None
+    if speculator is not None:
+        most = min(speculator.config.n_predict, width - 1)
+        enough = max(most, drafting.shortest)
+        has_state = jnp.any(batch.hidden != 0, axis=1) & (match[:, 0] < enough)
+        has_state &= batch.history_offset >= 0
+        wanted, can_draft = jnp.where(has_state, most, wanted), can_draft | has_state
+        own = has_state[:, None], draft_tokens(speculator, batch.hidden, batch.token, most)
     count = jnp.where(can_draft, jnp.minimum(wanted, batch.remaining - 1), 0)
     count = jnp.maximum(count, 0)
     column = jnp.arange(width) - (width - 1) + count[:, None]  # 0 for the last token, then drafts
     period = jnp.maximum(end - found, 1)
     source = found + 1 + jnp.maximum(column - 1, 0) % period
     drafts = jnp.take_along_axis(history, jnp.minimum(source, size - 1), axis=1)
+    if own is not None:
+        is_own, tokens = own
+        number = jnp.clip(column - 1, 0, tokens.shape[1] - 1)
+        drafts = jnp.where(is_own, jnp.take_along_axis(tokens, number, axis=1), drafts)
+        source = jnp.where(is_own, size, source)
     return _block(batch, column, drafts, source)
 
 
@@ -134,10 +154,14 @@ def _block(
 
 
 def accepted(
-    block: Block, token: Int[Array, "B T"], batch: DecodeBatch
+    block: Block,
+    token: Int[Array, "B T"],
+    batch: DecodeBatch,
+    hidden: Float[Array, "B T D"] | None = None,
 ) -> tuple[DecodeBatch, Bool[Array, "B T"]]:
     """(the batch after the step, which of the sampled tokens are emitted): those up to the first
-    that differs from its draft or ends the sequence."""
+    that differs from its draft or ends the sequence. The batch has the `hidden` state that the last
+    of them was chosen from."""
     stops = batch.sampling.stop_token_ids[:, None, :]
     ends = jnp.any(token[:, :, None] == stops, axis=-1) | (token == NON_FINITE)
     follows = (token[:, :-1] == block.tokens[:, 1:]) & ~ends[:, :-1]
@@ -149,11 +173,15 @@ def accepted(
     ended = jnp.any(emitted & ends, axis=1)
     new = jnp.take_along_axis(token, last, axis=1)[:, 0]
     active = batch.remaining > 0
+    if hidden is not None:
+        hidden = jnp.take_along_axis(hidden, last[:, :, None], axis=1)[:, 0]
+        hidden = jnp.where(active[:, None], hidden, batch.hidden)
     batch = dataclasses.replace(
         batch,
         token=jnp.where(active, new, batch.token),
         length=batch.length + count,
         remaining=jnp.where(active & ~ended, batch.remaining - count, 0),
+        hidden=hidden,
     )
     return batch, emitted
 

@@ -286,7 +286,7 @@ def fingerprint(weights: Weights, layout: Layout, options: EngineOptions) -> byt
     places = layout.replicated
     assert places is not None
     # Adapters change no keys and values of a prompt.
-    leaves = jax.tree.leaves(dataclasses.replace(weights, adapters=()))
+    leaves = jax.tree.leaves(dataclasses.replace(weights, adapters=(), speculator=None))
     facts = (
         __version__,
         layout.config,

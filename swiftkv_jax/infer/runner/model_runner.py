@@ -141,10 +141,11 @@ class ModelRunner:
 
     def update_weights(self, model: Model, *, donate: bool) -> None:
         """See `ModelRunnerBase`."""
-        model, adapters = self._convert.placed(model), self.weights.adapters
+        model = self._convert.placed(model)
+        kept = {name: getattr(self.weights, name) for name in ("adapters", "speculator")}
         del self.weights  # their memory is that of the next ones
         weights = self._convert(model, donate=donate)
-        self.weights = dataclasses.replace(weights, adapters=adapters)
+        self.weights = dataclasses.replace(weights, **kept)
 
     def read_adapter(self, path: Path) -> Any:
         """See `ModelRunnerBase`."""

@@ -40,6 +40,7 @@ from ...model.params import (
 )
 from ...model.quantization import Quantized, Scheme, as_matrix, quantized_shapes, scheme_of
 from ...model.sharding import llama_shardings, swiftkv_shardings
+from ...model.speculator import Speculator
 from ...model.stacks import unstack
 from .kv_heads import copy_kv_heads, with_kv_head_copies
 from .mix import fold_mix, order_heads
@@ -73,6 +74,7 @@ class Weights:
     prompt_mlp: tuple[PromptMLP, ...] = ()  # of the same layers
     k_tap: Leaf = None  # P K H D, with `Config.boundary_taps` only
     adapters: tuple[LayerAdapters, ...] = ()  # of the upper layers, with `enable_lora` only
+    speculator: Speculator | None = None
 
 
 def served_config(

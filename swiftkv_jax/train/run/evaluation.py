@@ -81,11 +81,13 @@ def load_held_out(
             config.exact_tail,
             options.max_length,
         )
-    batches = list(_batches(options, config, data, mesh, chosen))
+    batches = list(held_out_batches(options, config, data, mesh, chosen))
     # The same rows with all predictions: far tokens are found by halves of a row, whatever the
     # roles of its tokens are.
     boundary = dataclasses.replace(config, generated_kv="boundary", exact_tail=0)
-    whole = batches if boundary == config else _batches(options, boundary, data, mesh, chosen)
+    whole = (
+        batches if boundary == config else held_out_batches(options, boundary, data, mesh, chosen)
+    )
     attention = Attention(mesh, options.attention, options.shard_sequence)
     far = []
     for batch in track(whole, "finding far tokens", len(batches)):
@@ -94,13 +96,14 @@ def load_held_out(
     return HeldOut(batches, far)
 
 
-def _batches(
+def held_out_batches(
     options: RunOptions,
     config: Config,
     data: DatasetMixture,
     mesh: Mesh,
-    chosen: range | None,
+    chosen: range | None = None,
 ) -> Iterator[Batch]:
+    """Rows on the mesh, as many as the options say, or those `chosen` of the shuffled ones."""
     sharder = BatchSharder(batch_sharding(mesh), (options.micro_batch_size,))
     count = sharder.num_rows
     positions = sharder.positions

@@ -15,11 +15,12 @@ from jax.sharding import Mesh
 
 from ...checkpoints import save_hf
 from ...checkpoints.source import Source
-from ...checkpoints.training_run import EXPORT, run_steps
+from ...checkpoints.training_run import EXPORT, SPECULATOR, run_steps
 from ...errors import UsageError
 from ...kernel_check import training_configs
 from ...model.attention import Attention
 from ...model.config import Config
+from ...model.model import Model
 from ...model.params import Llama
 from ...model.stacks import cast
 from ...plan.cost import train_flops_per_token
@@ -39,7 +40,7 @@ from .evaluation import (
     noted,
 )
 from .metrics import EVAL_LOSS, MetricsRecorder
-from .open_run import open_run
+from .open_run import OpenRun, open_run
 from .profiling import ProfileWindow
 from .progress import PeakFlops, Progress, peak_flops
 from .setup import (
@@ -52,6 +53,7 @@ from .setup import (
     write_settings,
 )
 from .signals import StopSignals
+from .speculator import train_speculator
 from .start import start_of_run
 from .step import (
     TrainState,
@@ -116,6 +118,8 @@ def run(recipe: Recipe) -> RunResult:
             logger.info(
                 "finished after step %d before: the model is in %s", int(state.step), exported
             )
+            model = dataclasses.replace(model, swiftkv=state.delta)
+            _train_speculator(opened, recipe, model, int(state.step))
             return RunResult(exported)
         if state is None:
             assert model.swiftkv is not None
@@ -156,7 +160,15 @@ def run(recipe: Recipe) -> RunResult:
     logger.info(
         "finished after step %d of %d: the model is in %s", int(state.step), steps, exported
     )
+    model = dataclasses.replace(model, swiftkv=state.delta)
+    _train_speculator(opened, recipe, model, int(state.step))
     return RunResult(exported)
+
+
+def _train_speculator(opened: OpenRun, recipe: Recipe, model: Model, step: int) -> None:
+    """Train the speculator that the recipe asks for, unless the output folder has one."""
+    if recipe.speculator is not None and not (recipe.output_dir / SPECULATOR).exists():
+        train_speculator(recipe, model, opened.data, opened.eval_data, opened.mesh, step)
 
 
 def check_run(recipe: Recipe, source: Source, config: Config) -> None:

@@ -2,7 +2,10 @@
 
 import dataclasses
 import random
+import types
+from typing import Any
 
+import numpy as np
 import pytest
 
 from swiftkv_jax.infer.engine.engine import Engine
@@ -50,14 +53,31 @@ def test_drafts_of_the_host():
         assert not shadow_of(short).draft((), 3)
 
 
-def adaptive(cost: float) -> Engine:
+def adaptive(cost: float, **fields) -> Engine:
     """An engine that adapts, over the runner of another one."""
     _, wide = engines(*MODES[0])
-    options = dataclasses.replace(wide.options, speculative=SpeculativeConfig())
+    options = dataclasses.replace(wide.options, speculative=SpeculativeConfig(**fields))
     ends = {"eos_token_ids": wide.eos_token_ids, "options": options}
     engine = Engine(wide.model_runner, config=wide.config, **ends)
     engine._calls._wide_costs = (cost,)
     return engine
+
+
+def test_a_speculator_that_is_wrong_is_tried_again_later():
+    """The runner has none, so its wide steps draft from texts in which nothing repeats."""
+    engine = adaptive(1.5, model="some")
+    params = SamplingParams(max_tokens=48, ignore_eos=True, temperature=3.0, seed=4)
+    requests = [Request([number, 9], params, number) for number in range(6)]
+    check_equal(answers(engines(*MODES[0])[0], requests), answers(engine, requests))
+    tried = engine.stats.speculation.verify_calls
+    calls: Any = engine._calls
+    assert 5 < tried < 30 and calls._wide_tokens < 1.05 * 1.5
+    calls.add_tokens(sequence := one_with_shadow(), np.arange(2000) % 61, 1)
+    assert sequence.shadow.rate > 0.9 and calls._wide_tokens > 2
+
+
+def one_with_shadow() -> Any:
+    return types.SimpleNamespace(shadow=shadow_of([*range(61), 0, 1]))
 
 
 def test_calls_are_narrow_where_nothing_is_copied():

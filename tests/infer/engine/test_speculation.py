@@ -235,8 +235,7 @@ def test_options_of_speculation():
     for text, message in (
         ("{", "is not JSON"),
         ("[]", "must be a JSON object"),
-        ('{"method": "eagle3"}', "'eagle3' is not one of ngram, ngram_gpu"),
-        ('{"model": "x"}', "`speculative_config.model` is not supported"),
+        ('{"draft": "x"}', "`speculative_config.draft` is not supported"),
     ):
         with pytest.raises(UsageError, match=message):
             parse_speculative_config(text)
