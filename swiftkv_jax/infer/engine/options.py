@@ -44,7 +44,7 @@ class SpeculativeConfig:
     """Folder of a speculator, or its name on the Hub. It drafts where no match is as long as its
     drafts. None: drafts come from a request's own text alone."""
     enable_suffix_decoding: bool = True
-    """With a speculator: permission to draft from a request's own text too."""
+    """Permission to draft from a request's own text too, beside a speculator."""
 
     def __post_init__(self):
         for name, least, most in (

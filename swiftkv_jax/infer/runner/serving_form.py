@@ -364,8 +364,7 @@ class _Shapes:
         made = _moved(first, (len(leaves), *first.shape), slice(0))
         if first.sharding is None:
             return made
-        sharding = NamedSharding(first.sharding.mesh, P(None, *first.sharding.spec))
-        return _placed(made, sharding)
+        return _placed(made, NamedSharding(first.sharding.mesh, P(None, *first.sharding.spec)))
 
     def slice(self, leaf, part: slice):
         count = len(range(leaf.shape[0])[part])
@@ -391,8 +390,7 @@ class _Shapes:
 def _moved(leaf: jax.ShapeDtypeStruct, shape: Any, axes: slice) -> jax.ShapeDtypeStruct:
     """The same in another shape, split as some of its `axes` are."""
     moved = jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
-    sharding = leaf.sharding
-    if sharding is None:
+    if (sharding := leaf.sharding) is None:
         return moved
     assert isinstance(sharding, NamedSharding)
     return _placed(moved, NamedSharding(sharding.mesh, P(*sharding.spec[axes])))

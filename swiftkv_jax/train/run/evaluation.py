@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,9 +85,9 @@ def load_held_out(
     # The same rows with all predictions: far tokens are found by halves of a row, whatever the
     # roles of its tokens are.
     boundary = dataclasses.replace(config, generated_kv="boundary", exact_tail=0)
-    whole = (
-        batches if boundary == config else held_out_batches(options, boundary, data, mesh, chosen)
-    )
+    whole: Iterable[Batch] = batches
+    if boundary != config:
+        whole = held_out_batches(options, boundary, data, mesh, chosen)
     attention = Attention(mesh, options.attention, options.shard_sequence)
     far = []
     for batch in track(whole, "finding far tokens", len(batches)):

@@ -205,7 +205,7 @@ def speculator_sums(
     ids = batch.segment_ids
 
     def ahead(field: Array, places: int) -> Array:
-        """What is so many places further in each row; 0 behind its end."""
+        """Entries so many places further in each row; 0 behind its end."""
         return jnp.pad(field[:, places:], ((0, 0), (0, places)))
 
     fields: list[Any] = []
