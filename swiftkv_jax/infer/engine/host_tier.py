@@ -239,7 +239,8 @@ class HostTier:
             return None
         keys = keys[:room]
         self.touch(keys)
-        wanted = [key for key in keys if key not in self._slot_of]
+        if not (wanted := [key for key in keys if key not in self._slot_of]):
+            return set()
         if not self._reading:
             self._progress_at = time.monotonic()
         self._start_moves()  # those that are planned are of what is in the slots now
