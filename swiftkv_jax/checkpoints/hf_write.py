@@ -243,7 +243,9 @@ def _values(
 
 
 def _in_tensors_order(leaf: MappedLeaf, rows: np.ndarray) -> np.ndarray:
-    return rows if leaf.interleaved is None else join_pairs(rows, leaf.interleaved)
+    if leaf.interleaved is None:
+        return rows
+    return join_pairs(rows, leaf.interleaved)
 
 
 # Groups of layers, written apart ----------------------------------------------

@@ -8,6 +8,7 @@ import functools
 import json
 import logging
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -189,5 +190,12 @@ def _checked(base: Source, fingerprint: dict[str, Any], run: Path) -> Reader:
 
 
 def _there(path: Path) -> str:
-    steps = run_steps(path)
-    return f"there are {', '.join(map(str, steps))}" if steps else "there is none"
+    return listed(run_steps(path))
+
+
+def listed(steps: Iterable[int]) -> str:
+    """The steps of checkpoints, for an error."""
+    numbers = ", ".join(map(str, steps))
+    if not numbers:
+        return "there is none"
+    return f"there are {numbers}"

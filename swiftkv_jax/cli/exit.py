@@ -135,7 +135,9 @@ def _os_error(error: OSError) -> str:
         if note.startswith("cannot "):
             return f"{note}: {reason}"
     names = [os.fsdecode(name) for name in (error.filename, error.filename2) if _is_path(name)]
-    return f"cannot use {' or '.join(names)}: {reason}" if names else reason
+    if not names:
+        return reason
+    return f"cannot use {' or '.join(names)}: {reason}"
 
 
 def _is_path(name: object) -> bool:

@@ -113,7 +113,9 @@ def prog(command: str | None = None) -> str:
     if name != SCRIPT and command is not None and getattr(main, "name", "") != OVERALL:
         return f"python -m swiftkv_jax.{command.replace('-', '_')}"
     called = SCRIPT if name == SCRIPT else "python -m swiftkv_jax"
-    return called if command is None else f"{called} {command}"
+    if command is None:
+        return called
+    return f"{called} {command}"
 
 
 def as_called(text: str) -> str:

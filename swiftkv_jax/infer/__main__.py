@@ -79,7 +79,8 @@ def parser(command: str) -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        argv = sys.argv[1:]
     if argv and argv[0] in ("--help", "-h"):
         return cli.run(lambda: print(overview()) or cli.OK)
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:

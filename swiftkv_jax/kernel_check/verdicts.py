@@ -54,13 +54,17 @@ class DeviceVersion:
         """Return the `DeviceVersion` of a `jax.Device`."""
         import jax
 
-        is_gpu = device.platform in ("gpu", "cuda")
+        driver = ""
+        cudnn = None
+        if device.platform in ("gpu", "cuda"):
+            driver = _nvidia_driver()
+            cudnn = cudnn_version()
         return cls(
             platform=device.platform,
             device_kind=device.device_kind,
             platform_version=" ".join(device.client.platform_version.split()),
-            driver=_nvidia_driver() if is_gpu else "",
-            cudnn=cudnn_version() if is_gpu else None,
+            driver=driver,
+            cudnn=cudnn,
             jax=jax.__version__,
             jaxlib=importlib.metadata.version("jaxlib"),
             kernels=kernels_digest(),

@@ -255,9 +255,9 @@ class Config:
     def own_start(self, prompt_length: int) -> int:
         """Position of the first token that keeps its own upper keys and values; `NO_OWN` if none
         does."""
-        return (
-            NO_OWN if self.generated_kv == "boundary" else max(prompt_length - self.exact_tail, 0)
-        )
+        if self.generated_kv == "boundary":
+            return NO_OWN
+        return max(prompt_length - self.exact_tail, 0)
 
     def kind(self, layer: int) -> LayerKind:
         return self.layer_kinds[layer if len(self.layer_kinds) > 1 else 0]
@@ -300,7 +300,9 @@ class Config:
                 long = long and rope.scaling.rope_type == "longrope"
                 scaling = dataclasses.replace(rope.scaling, long=long or rope.scaling.long)
                 rope = dataclasses.replace(rope, scaling=scaling)
-            window = None if kind.window is not None and kind.window >= length else kind.window
+            window = kind.window
+            if window is not None and window >= length:
+                window = None
             return LayerKind(rope, window)
 
         return dataclasses.replace(self, layer_kinds=tuple(map(fit, self.layer_kinds)))

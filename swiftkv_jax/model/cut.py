@@ -48,19 +48,14 @@ def choose_cut(
         group = 1
         if layers == config.num_key_value_layers:
             group = config.key_value_group_size
-    alone = prompt_attention_layers
-    neurons = prompt_mlp_neurons
+    prompt = {
+        "prompt_attention_layers": prompt_attention_layers,
+        "prompt_mlp_neurons": prompt_mlp_neurons,
+    }
     try:
-        return config.cut(
-            layers,
-            group,
-            prompt_attention_layers=alone,
-            prompt_mlp_neurons=neurons,
-            boundary_taps=boundary_taps,
-        )
+        return config.cut(layers, group, boundary_taps=boundary_taps, **prompt)
     except ConfigError as error:
-        more = f", `prompt_attention_layers`={alone}" if alone else ""
-        more += f", `prompt_mlp_neurons`={neurons}" if neurons else ""
+        more = "".join(f", `{name}`={value}" for name, value in prompt.items() if value)
         raise UsageError(
             f"`num_key_value_layers`={layers} with `key_value_group_size`={group}{more}: {error}"
         ) from None

@@ -25,7 +25,7 @@ from .attention import Attention
 from .config import Config
 from .mesh import MODEL, dp_size, row_axes
 from .params import Block, Leaf, ServingBlock
-from .quantization import Quantized
+from .quantization import Quantized, values_of
 
 Activate = Callable[[Array, Array], Array]
 
@@ -87,7 +87,7 @@ def _run(
     the model. `plain` forbids kernels."""
     x = h.reshape(-1, h.shape[-1])
     probabilities, chosen = route(config, x, router)
-    num_experts = _values(experts[0]).shape[0]
+    num_experts = values_of(experts[0]).shape[0]
     expert = (chosen - first).reshape(-1)
     expert = jnp.where((expert >= 0) & (expert < num_experts), expert, num_experts)
     how = "xla" if plain else grouped.choose_grouped((config.embed_dim, config.mlp_dim), x.dtype)
@@ -115,13 +115,13 @@ def route(
 def _by_rows(activate: Activate, inputs, x, expert, experts, per_token: int):
     """The output of each pair's expert, P D: products of the pairs in order of their experts. 0 for
     pairs of other devices' experts."""
-    num_experts = _values(experts[0]).shape[0]
+    num_experts = values_of(experts[0]).shape[0]
     order = jnp.argsort(expert)
     sizes = jnp.bincount(expert, length=num_experts).astype(jnp.int32)
     of_row = jnp.minimum(expert[order], num_experts - 1)
 
     def product(x, weight):
-        values = _values(weight).astype(x.dtype)
+        values = values_of(weight).astype(x.dtype)
         dtype = _dtype_of_sums(x, weight)
         out = grouped.rows_product(x, values, sizes, inputs, dtype)
         return _rescaled(out, weight, of_row, x.dtype)
@@ -137,11 +137,11 @@ def _by_rows(activate: Activate, inputs, x, expert, experts, per_token: int):
 
 def _by_blocks(activate: Activate, inputs, how, x, expert, experts, per_token: int):
     """`_by_rows` in blocks of one expert each."""
-    blocks = grouped.blocks_of_groups(expert, _values(experts[0]).shape[0], how)
+    blocks = grouped.blocks_of_groups(expert, values_of(experts[0]).shape[0], how)
 
     def product(x, weight):
         dtype = _dtype_of_sums(x, weight)
-        out = grouped.block_product(x, _values(weight), blocks, inputs, how, dtype)
+        out = grouped.block_product(x, values_of(weight), blocks, inputs, how, dtype)
         return _rescaled(out, weight, blocks.group, x.dtype)
 
     rows = x.at[blocks.row // per_token].get(mode="fill", fill_value=0)
@@ -152,10 +152,6 @@ def _by_blocks(activate: Activate, inputs, how, x, expert, experts, per_token: i
 def _mlp(activate: Activate, product, x, experts):
     gate, up, down = experts
     return product(activate(product(x, gate), product(x, up)), down)
-
-
-def _values(weight: Leaf) -> Array:
-    return weight.values if isinstance(weight, Quantized) else weight
 
 
 def _dtype_of_sums(x: Array, weight: Leaf) -> jnp.dtype:
@@ -171,5 +167,6 @@ def _rescaled(out: Float[Array, "*R O"], weight: Leaf, expert: Int[Array, " N"],
     if not isinstance(weight, Quantized):
         return out
     scale = weight.scale[expert]
-    scale = scale if out.ndim == 2 else scale[:, None]
+    if out.ndim > 2:
+        scale = scale[:, None]
     return (out * scale).astype(dtype)

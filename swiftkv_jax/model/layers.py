@@ -30,6 +30,7 @@ from .quantization import (
     product,
     quantized_norm,
     quantized_swiglu,
+    values_of,
 )
 
 
@@ -109,7 +110,9 @@ def norm_heads(
 
 def scaled(x: Float[Array, "*B"], factor: float) -> Float[Array, "*B"]:
     """`x` times a constant that is not rounded to the dtype of `x` first."""
-    return x if factor == 1.0 else (x.astype(jnp.float32) * factor).astype(x.dtype)
+    if factor == 1.0:
+        return x
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 def project_heads(
@@ -120,9 +123,11 @@ def project_heads(
     """Projections to heads: queries, keys, values, or all of them."""
     # As a matrix: weights of three axes XLA would transpose on a CPU, in every call.
     matrix = merge_outputs(weight)
-    heads = (weight.values if isinstance(weight, Quantized) else weight).shape[:-1]
+    heads = values_of(weight).shape[:-1]
     out = product("BTD,MD->BTM", x, matrix).reshape(*x.shape[:2], *heads)
-    return out if bias is None else out + bias
+    if bias is None:
+        return out
+    return out + bias
 
 
 def mix_values(
@@ -167,7 +172,8 @@ def attention_output(
         heads = attended.reshape(*attended.shape[:2], -1)
         # M = N H
         out = product("BTM,DM->BTD", heads, as_matrix(block.o))
-        out = out if block.o_bias is None else out + block.o_bias
+        if block.o_bias is not None:
+            out += block.o_bias
         return scaled(norm(config, out, block.attn_post), config.residual_scale)
 
 

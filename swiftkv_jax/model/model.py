@@ -13,7 +13,7 @@ from ..errors import ConfigError, UsageError
 from .config import Config
 from .initialization import init_swiftkv
 from .params import Llama, SwiftKV
-from .quantization import Scheme, is_quantized, refuse_quantized, scheme_of
+from .quantization import Scheme, is_quantized, refuse_quantized, scheme_of, values_of
 from .stacks import split_layers
 
 
@@ -65,7 +65,7 @@ class Model:
                 cut += f" m={config.prompt_mlp_neurons}"
             parts.append(f"SwiftKV {cut}{' tap' * config.boundary_taps}")
         arrays = jax.tree.leaves((self.llama, self.swiftkv), is_leaf=is_quantized)
-        arrays = [leaf.values if is_quantized(leaf) else leaf for leaf in arrays]
+        arrays = list(map(values_of, arrays))
         embed = getattr(self.llama, "embed", None)
         parts.append(str(getattr(embed, "dtype", "no arrays")))
         if (scheme := self.quantization) is not None:

@@ -278,12 +278,16 @@ def map_params[Tree: Llama | SwiftKV | Block | QKV | PromptMLP](
 
 def llama_params(config: Config) -> Llama:
     """The rows of the table that a model of this config has; None in the place of the others."""
-    return jax.tree.map(lambda row: row if row.when(config) else None, LLAMA_PARAMS)
+    return _rows_of(config, LLAMA_PARAMS)
 
 
 def swiftkv_params(config: Config) -> SwiftKV:
     """`llama_params` of the delta."""
-    return jax.tree.map(lambda row: row if row.when(config) else None, SWIFTKV_PARAMS)
+    return _rows_of(config, SWIFTKV_PARAMS)
+
+
+def _rows_of[Tree](config: Config, table: Tree) -> Tree:
+    return jax.tree.map(lambda row: row if row.when(config) else None, table)
 
 
 # Shapes -----------------------------------------------------------------------

@@ -131,6 +131,13 @@ def is_quantized(leaf: Any) -> bool:
     return isinstance(leaf, Quantized)
 
 
+def values_of(leaf: Any) -> Any:
+    """What is stored of an array: the 8-bit values of a quantised one, itself otherwise."""
+    if isinstance(leaf, Quantized):
+        return leaf.values
+    return leaf
+
+
 def quantize(weight: Float[Array, "*shape"], in_axes: int, scheme: Scheme) -> Quantized:
     """Round to nearest, with the scale of each output channel set by its largest magnitude.
 

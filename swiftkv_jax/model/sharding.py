@@ -70,7 +70,9 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def replicate[Tree](mesh: Mesh | None, tree: Tree) -> Tree:
     """`tree` on every device of the mesh, so that each process can read it; as it is without
     one."""
-    return tree if mesh is None else jax.lax.with_sharding_constraint(tree, replicated(mesh))
+    if mesh is None:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, replicated(mesh))
 
 
 def all_gather_fsdp[Tree: Block | QKV | SwiftKV | PromptMLP](
@@ -86,9 +88,11 @@ def all_gather_fsdp[Tree: Block | QKV | SwiftKV | PromptMLP](
         return weights
 
     def gather(row: Param, weight):
-        spec, stack_axes = (
-            (row.model_axes[row.stacked :], 0) if layer else (row.model_axes, int(row.stacked))
-        )
+        spec = row.model_axes
+        stack_axes = int(row.stacked)
+        if layer:
+            spec = spec[stack_axes:]
+            stack_axes = 0
         return jax.tree.map(lambda leaf: _gather(mesh, spec, leaf, stack_axes), weight)
 
     return map_params(gather, weights, is_leaf=is_quantized)
@@ -103,7 +107,9 @@ def all_gather_mix(mesh: Mesh | None, mix: jax.Array | None) -> jax.Array | None
 
 def all_gather_vocabulary(mesh: Mesh | None, matrix: jax.Array) -> jax.Array:
     """`all_gather_fsdp` for the embedding and the output matrix, V D."""
-    return matrix if mesh is None else _gather(mesh, LLAMA_PARAMS.embed.model_axes, matrix, 0)
+    if mesh is None:
+        return matrix
+    return _gather(mesh, LLAMA_PARAMS.embed.model_axes, matrix, 0)
 
 
 def _has_fsdp(mesh: Mesh | None) -> TypeGuard[Mesh]:

@@ -42,7 +42,9 @@ class AttentionOperands:
     @property
     def keys(self) -> int:
         """Positions of a row: S, or P page."""
-        return self.k.shape[2] * (1 if self.page_table is None else self.page_table.shape[1])
+        if self.page_table is None:
+            return self.k.shape[2]
+        return self.k.shape[2] * self.page_table.shape[1]
 
     def without_gradient(
         self, refusal: str | tuple[str, str], names: tuple[str, ...] = ("q", "k", "v")
@@ -85,12 +87,10 @@ class AttentionSpec:
     def of(cls, op: Op, operands: AttentionOperands, window: Any = None, **options: Any):
         """Return the spec of a call with these operands, `window`, and `options`:
         `score_options`, `return_lse`."""
-        table = operands.page_table
+        arrays = operands.q, operands.k, operands.page_table
         return cls(
             op,
-            _shape_of(operands.q),
-            _shape_of(operands.k),
-            None if table is None else _shape_of(table),
+            *jax.tree.map(_shape_of, arrays),
             packed=operands.segment_ids is not None,
             kv_lengths=operands.kv_lengths is not None,
             window=window if window is None or isinstance(window, int) else "array",
@@ -100,3 +100,10 @@ class AttentionSpec:
 
 def _shape_of(x) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def page_size(call: AttentionOperands | AttentionSpec) -> int | None:
+    """Positions of a page of the pool; None for a call without a page table."""
+    if call.page_table is None:
+        return None
+    return call.k.shape[2]

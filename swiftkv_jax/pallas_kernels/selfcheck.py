@@ -99,7 +99,9 @@ class Case:
         """Arguments of the op that are not arrays."""
         every = {"window": self.window, "score_cap": self.score_cap}
         options: dict[str, Any] = {k: value for k, value in every.items() if value is not None}
-        return options | ({"return_lse": True} if self.return_lse else {})
+        if self.return_lse:
+            options["return_lse"] = True
+        return options
 
     @property
     def prompts(self) -> np.ndarray:
@@ -176,15 +178,20 @@ def draw(case: Case) -> Drawn:
         # Entries of pages that no query of a row sees may be anything.
         seen_pages = mask.any(1).reshape(len(case.rows), pages, -1).any(2)
         options["page_table"] = np.int32(np.where(seen_pages, table[prompts], 10**9))
+
+    def laid_out(stored):
+        if table is None:
+            return stored[prompts]
+        return _pool(stored, table)
+
     values = []
     for name, drawn in (("k", k), ("v", v)):
         drawn = np.where(seen[:, None, :, None], drawn, HIDDEN).astype(dtype)
         content, scale, value = as_format(drawn, case.cache_dtype or case.dtype, rng)
         values.append(value[prompts])
-        options[name] = content[prompts] if table is None else _pool(content, table)
+        options[name] = laid_out(content)
         if scale is not None:
-            stored = scale[prompts] if table is None else _pool(scale, table)
-            options[f"{name}_scale"] = stored
+            options[f"{name}_scale"] = laid_out(scale)
     if case.op == "gradient":
         q = (np.float32(q) / 4).astype(dtype)
     operands = AttentionOperands(q, **options, **_limits(case))
@@ -254,7 +261,8 @@ def as_format(x: np.ndarray, dtype: str, rng: np.random.Generator):
     exponents = np.ceil(np.log2(np.abs(values).max(axis=-1) / limit))
     scale = np.exp2(exponents + rng.integers(0, 2, exponents.shape)).astype(np.float32)
     content = values / scale[..., None]
-    content = np.round(content) if dtype == "int8" else content
+    if dtype == "int8":
+        content = np.round(content)
     content = content.astype(jnp.dtype(dtype))
     return content, scale, np.float32(content) * scale[..., None]
 

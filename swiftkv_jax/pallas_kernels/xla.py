@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, Int
 
 from .device import current_device
 from .gradients import SCALED_OR_PAGED, checkpoint_names
-from .operands import AttentionOperands
+from .operands import AttentionOperands, page_size
 from .score_options import PLAIN_SCORES, ScoreOptions
 from .xla_blocks import decode_keys, prefill_blocks
 from .xla_keys import (
@@ -118,7 +118,7 @@ def decode(
     in_place = operands.page_table is None and operands.k_scale is None
     if keys.length <= most * (FULL_SHARE if in_place else 1):
         return _direct(q, keys, last, score_options, return_lse)
-    block = even(keys.length, most, page=1 if operands.page_table is None else k.shape[2])
+    block = even(keys.length, most, page=page_size(operands) or 1)
     if not in_place:
         return _in_blocks(q, keys, last, queries, block, score_options, return_lse)
     short = length.max() <= keys.length // FULL_SHARE
@@ -279,12 +279,17 @@ def _heads(rows, q):
 
 def _scores(rows, k, k_scale=None):
     scores = _product("BKRH,BKSH->BKRS", rows, k) * rows.shape[-1] ** -0.5
-    return scores if k_scale is None else scores * k_scale[:, :, None]
+    return _scaled(scores, k_scale)
 
 
 def _attend(weights, v, v_scale):
-    weights = weights if v_scale is None else weights * v_scale[:, :, None]
-    return _product("BKRS,BKSH->BKRH", weights.astype(v.dtype), v)
+    return _product("BKRS,BKSH->BKRH", _scaled(weights, v_scale).astype(v.dtype), v)
+
+
+def _scaled(x, scale):
+    if scale is None:
+        return x
+    return x * scale[:, :, None]
 
 
 def _product(axes: str, a, b):

@@ -45,11 +45,15 @@ class Keys(NamedTuple):
 
     @property
     def length(self) -> int:  # S
-        return self.k.shape[2] * (1 if self.page_table is None else self.page_table.shape[1])
+        if self.page_table is None:
+            return self.k.shape[2]
+        return self.k.shape[2] * self.page_table.shape[1]
 
 
 def scalar(window) -> Array | None:
-    return None if window is None else jnp.asarray(window, jnp.int32)
+    if window is None:
+        return None
+    return jnp.asarray(window, jnp.int32)
 
 
 def restrict(last, position, window, kv_lengths):

@@ -27,8 +27,11 @@ An assumption, not a measurement."""
 def machines_of(mesh: Mesh | AbstractMesh) -> Sequence[Hardware]:
     """The machine that the devices of `mesh` are; all known ones if they need not exist, or are of
     no known kind."""
-    machine = hardware_of(mesh.devices.flat[0].device_kind) if isinstance(mesh, Mesh) else None
-    return HARDWARE if machine is None else (machine,)
+    if isinstance(mesh, Mesh):
+        machine = hardware_of(mesh.devices.flat[0].device_kind)
+        if machine is not None:
+            return (machine,)
+    return HARDWARE
 
 
 def table_of_bytes(title: str, memory: dict[str, float]) -> str:

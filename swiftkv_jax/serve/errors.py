@@ -81,15 +81,14 @@ class PromptTooLong(APIError):
         self.prompt_tokens = prompt_tokens
         self.new_tokens = new_tokens
         self.limit = limit
-        self.at_least = at_least
+        self.bound = "at least " if at_least else ""
         message = f"This model's maximum context length is {limit} tokens"
         total = prompt_tokens + new_tokens
-        bound = "at least " if at_least else ""
         if not new_tokens:
             what = "messages" if is_chat else "prompt"
             message += (
-                f". However, your {what} resulted in {bound}{prompt_tokens} tokens. Please reduce "
-                f"the length of the {what}."
+                f". However, your {what} resulted in {self.bound}{prompt_tokens} tokens. Please "
+                f"reduce the length of the {what}."
             )
         elif is_chat:
             message += (

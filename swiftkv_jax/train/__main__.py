@@ -72,7 +72,8 @@ def recipe_from(args: argparse.Namespace) -> Recipe:
 
 
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        argv = sys.argv[1:]
     if argv and argv[0] in subcommands.SUBCOMMANDS:
         return subcommands.main(argv[0], argv[1:])
     if argv and not argv[0].startswith("-"):

@@ -66,7 +66,7 @@ class Metadata:
         stored as 9.999999747378752e-06."""
         self.known.add(name)
         value = self.values.get(name, default)
-        return shortest(value) if isinstance(value, float) else value
+        return shortest(value)
 
     def integer(self, name: str, default: int | None = None) -> int:
         """A whole number, which may stand once for each layer. Raises `ConfigError` if layers
@@ -156,7 +156,12 @@ def removal(key: str) -> str:
     return f"`gguf-new-metadata --remove-metadata {key} IN OUT`"
 
 
-def shortest(value: float) -> float:
-    """The number of the fewest digits that is this one in float32, if it is one."""
+def shortest(value: Any) -> Any:
+    """The number of the fewest digits that is this one in float32, for a float that is one; any
+    other value as it is."""
+    if not isinstance(value, float):
+        return value
     narrow = np.float32(value)
-    return float(str(narrow)) if float(narrow) == value else value
+    if float(narrow) != value:
+        return value
+    return float(str(narrow))

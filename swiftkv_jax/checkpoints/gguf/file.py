@@ -103,7 +103,9 @@ class GgufTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.stored.shape if self.expert is None else self.stored.shape[1:]
+        if self.expert is None:
+            return self.stored.shape
+        return self.stored.shape[1:]
 
     @property
     def code(self) -> str:
@@ -129,7 +131,9 @@ class GgufTensor:
 
     def _rows(self, first: int, stop: int, columns: slice) -> np.ndarray:
         values = self.stored.rows(first, stop)[:, columns]
-        return values - np.float32(self.added) if self.added else values
+        if self.added:
+            values = values - np.float32(self.added)
+        return values
 
 
 @dataclasses.dataclass(frozen=True)

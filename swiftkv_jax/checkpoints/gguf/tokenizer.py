@@ -192,7 +192,7 @@ def _sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if type(value) not in (int, float):
             raise ConfigError(f"general.sampling.{key}={shown(value)} must be a number")
-        found[name] = shortest(value) if isinstance(value, float) else value
+        found[name] = shortest(value)
     if found:
         found["do_sample"] = found.get("temperature", 1.0) > 0
     return found

@@ -10,6 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from .padding import pad
+
 ROWS = 64  # rows of a tile that one warpgroup owns: the M of a WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)  # a vector with one value per row of a tile
 COLUMN = plgpu.Layout.WGMMA.reduce(0)  # and per column
@@ -26,6 +28,21 @@ def weights(s, mask, lse, head_dim):
     if mask is not None:
         s = jnp.where(mask(), s, -jnp.inf)
     return jnp.exp2(s * (head_dim**-0.5 * LOG2E) - lse)
+
+
+def documents_of(segment_ids, batch, length, multiple):
+    """(segment ids padded to a multiple of `multiple`, None if there are none; the document of each
+    position, B T)"""
+    if segment_ids is None:
+        return None, jnp.zeros((batch, length), jnp.int32)
+    return pad(segment_ids, 1, multiple), segment_ids
+
+
+def load_rows(gmem, b, rows):
+    """Values of the rows of a tile, B T in memory; None without them."""
+    if gmem is None:
+        return None
+    return plgpu.load(gmem.at[b, rows], layout=ROW, optimized=False)
 
 
 def causal_mask(row_start, row_ids, col_start, ids_gmem, b, shape, compare, window):

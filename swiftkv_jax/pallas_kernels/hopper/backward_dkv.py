@@ -15,17 +15,17 @@ from .. import segments
 from .backward_block import (
     COLUMN,
     REGISTERS,
-    ROW,
     ROWS,
     Accumulator,
     across,
     causal_mask,
     compiler_params,
+    documents_of,
     hidden_zero,
     i32,
+    load_rows,
     weights,
 )
-from .padding import pad
 
 
 def dkv(q, k, v, segment_ids, d_out, lse, delta, tuning, window):
@@ -39,8 +39,7 @@ def dkv(q, k, v, segment_ids, d_out, lse, delta, tuning, window):
     owners = 1 if split else warpgroups  # parts of 64 keys
     tile_kv = ROWS * owners
     tiles = pl.cdiv(length, tile_kv)
-    ids = None if segment_ids is None else pad(segment_ids, 1, math.lcm(tile_kv, block_q))
-    documents = jnp.zeros((batch, length), jnp.int32) if segment_ids is None else segment_ids
+    ids, documents = documents_of(segment_ids, batch, length, math.lcm(tile_kv, block_q))
     first, end = segments.visible_q_blocks(documents, block_q, tile_kv, window)
     query_end = segments.run_ends(documents)[:, ::tile_kv]
     if window is not None:
@@ -118,11 +117,7 @@ def dkv(q, k, v, segment_ids, d_out, lse, delta, tuning, window):
             k_start = tile * tile_kv + owner * ROWS
             rows = pl.ds(k_start, ROWS)
             shape = (ROWS, block_q)
-            row_ids = (
-                None
-                if ids_gmem is None
-                else plgpu.load(ids_gmem.at[b, rows], layout=ROW, optimized=False)
-            )
+            row_ids = load_rows(ids_gmem, b, rows)
             plgpu.barrier_wait(kv_full.at[owner])
 
             def walk(*accs):
@@ -131,21 +126,12 @@ def dkv(q, k, v, segment_ids, d_out, lse, delta, tuning, window):
                 def block(step, masked):
                     stage = lax.rem(step, i32(stages))
                     q_start = lax.div(step, i32(group)) * block_q
-                    mask = (
-                        functools.partial(
-                            causal_mask,
-                            k_start,
-                            row_ids,
-                            q_start,
-                            ids_gmem,
-                            b,
-                            shape,
-                            lax.le,
-                            window,
+                    mask = None
+                    if masked:
+                        columns = q_start, ids_gmem, b, shape
+                        mask = functools.partial(
+                            causal_mask, k_start, row_ids, *columns, lax.le, window
                         )
-                        if masked
-                        else None
-                    )
 
                     # 1. P, transposed.
                     def scores(s_acc):

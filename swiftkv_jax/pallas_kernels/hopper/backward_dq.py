@@ -19,12 +19,13 @@ from .backward_block import (
     Accumulator,
     causal_mask,
     compiler_params,
+    documents_of,
     down,
     hidden_zero,
     i32,
+    load_rows,
     weights,
 )
-from .padding import pad
 
 
 def dq(q, k, v, segment_ids, d_out, lse, delta, tuning, window):
@@ -35,8 +36,7 @@ def dq(q, k, v, segment_ids, d_out, lse, delta, tuning, window):
     warpgroups = tuning.dq_warpgroups
     tile_q = ROWS * warpgroups
     tiles = pl.cdiv(length, tile_q)
-    ids = None if segment_ids is None else pad(segment_ids, 1, math.lcm(tile_q, block_kv))
-    documents = jnp.zeros((batch, length), jnp.int32) if segment_ids is None else segment_ids
+    ids, documents = documents_of(segment_ids, batch, length, math.lcm(tile_q, block_kv))
     first, end = segments.visible_kv_blocks(documents, tile_q, block_kv, window)
     last_query = jnp.minimum(jnp.arange(1, tiles + 1) * tile_q, documents.shape[1]) - 1
     first_key = segments.run_starts(documents)[:, last_query]
@@ -103,32 +103,19 @@ def dq(q, k, v, segment_ids, d_out, lse, delta, tuning, window):
             shape = (ROWS, block_kv)
             lse = plgpu.load(lse_gmem.at[b, n, rows], layout=ROW, optimized=False)
             delta = plgpu.load(delta_gmem.at[b, n, rows], layout=ROW, optimized=False)
-            row_ids = (
-                None
-                if ids_gmem is None
-                else plgpu.load(ids_gmem.at[b, rows], layout=ROW, optimized=False)
-            )
+            row_ids = load_rows(ids_gmem, b, rows)
             plgpu.barrier_wait(q_full.at[wg])
 
             def walk(dq_acc):
                 def block(j, masked):
                     v_stage = lax.rem(2 * j, i32(stages))
                     k_stage = lax.rem(2 * j + 1, i32(stages))
-                    mask = (
-                        functools.partial(
-                            causal_mask,
-                            q_start,
-                            row_ids,
-                            j * block_kv,
-                            ids_gmem,
-                            b,
-                            shape,
-                            lax.ge,
-                            window,
+                    mask = None
+                    if masked:
+                        columns = j * block_kv, ids_gmem, b, shape
+                        mask = functools.partial(
+                            causal_mask, q_start, row_ids, *columns, lax.ge, window
                         )
-                        if masked
-                        else None
-                    )
 
                     # 1. S and dP; the exponentials of S run while dP is still being multiplied.
                     def scores(s_acc, dp_acc):

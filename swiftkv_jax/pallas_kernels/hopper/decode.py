@@ -44,7 +44,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from ..decode_plan import DecodePlan, make_plan
-from ..operands import AttentionOperands
+from ..operands import AttentionOperands, page_size
 from .decode_combine import (
     UNSEEN,
     combine,
@@ -88,7 +88,7 @@ def attention(
     K = k.shape[1]
     S = k.shape[2]
     G = N // k.shape[1]
-    tuning = fit(tuning, H, T * G, k.dtype.itemsize, None if page_table is None else S)
+    tuning = fit(tuning, H, T * G, k.dtype.itemsize, page_size(operands))
     if work is None:
         work = plan(operands, tuning=tuning, window=window)
     if work.window != window:
@@ -117,17 +117,21 @@ def attention(
         jax.ShapeDtypeStruct((W, K, H, C), jnp.float32),
         jax.ShapeDtypeStruct((W, K, C), jnp.float32),
     )
+    scale_smem = wide_smem = None
+    if wide:
+        scale_smem = plgpu.SMEM((slots, block_kv), jnp.float32)
+        wide_smem = plgpu.SMEM((block_kv, H), product, transforms=tile)
     scratch: Any = dict(
         q_smem=plgpu.SMEM((C, H), q.dtype, transforms=tile),
         half_smem=plgpu.SMEM((C, H), product, transforms=tile) if product != q.dtype else None,
         ring_smem=plgpu.SMEM(
             (slots, block_kv, H), k.dtype, transforms=tile_transforms(H, k.dtype.itemsize)
         ),
-        scale_smem=plgpu.SMEM((slots, block_kv), jnp.float32) if wide else None,
-        wide_smem=plgpu.SMEM((block_kv, H), product, transforms=tile) if wide else None,
+        scale_smem=scale_smem,
+        wide_smem=wide_smem,
         p_smem=plgpu.SMEM((C, block_kv), product, transforms=tile),
         q_full=plgpu.Barrier(num_arrivals=1, num_barriers=1),
-        full=plgpu.Barrier(num_arrivals=2 if wide else 1, num_barriers=slots),
+        full=plgpu.Barrier(num_arrivals=1 + wide, num_barriers=slots),
         free=plgpu.Barrier(num_arrivals=1, num_barriers=slots),
     )
     # The scratch for reductions lets all columns be reduced in one exchange between the warps.
@@ -157,8 +161,9 @@ def attention(
 
 def plan(operands: AttentionOperands, *, tuning: Tuning, window: int | None = None) -> DecodePlan:
     """The work list of `attention` of these operands. Only their `length` has to be an array."""
-    (_, T, N, H), (K, S) = operands.q.shape, operands.k.shape[1:3]
-    page = None if operands.page_table is None else S
+    _, T, N, H = operands.q.shape
+    K = operands.k.shape[1]
+    page = page_size(operands)
     tile = fit(tuning, H, T * (N // K), operands.k.dtype.itemsize, page).block_kv
     return make_plan(
         operands.length,

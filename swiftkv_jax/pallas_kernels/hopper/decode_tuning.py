@@ -7,7 +7,7 @@ import dataclasses
 
 from jax.experimental import pallas as pl
 
-from ..operands import AttentionSpec
+from ..operands import AttentionSpec, page_size
 
 _SMS = 132
 _MAX_SHARED_BYTES = 227 * 1024
@@ -61,7 +61,7 @@ def unsupported_reason(spec: AttentionSpec, tuning: Tuning) -> str | None:
     if spec.page_table is not None and page % 64:
         return f"takes pages of a multiple of 64 positions, got {page} with {k.shape=}"
     try:
-        fit(tuning, H, rows, k.dtype.itemsize, None if spec.page_table is None else page)
+        fit(tuning, H, rows, k.dtype.itemsize, page_size(spec))
     except NotImplementedError as error:
         return str(error)
     return None

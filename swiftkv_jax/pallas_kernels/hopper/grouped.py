@@ -47,7 +47,12 @@ def block_product(
 ) -> Float[Array, "N M O"]:
     """The products of the first `used` blocks, in `dtype`; what the others hold is not defined."""
     count, rows, depth = x.shape
-    outputs = weight.shape[2 if inputs == "first" else 1]
+    if inputs == "first":
+        outputs = weight.shape[2]
+        weight_tile = (_DEPTH, COLUMNS)
+    else:
+        outputs = weight.shape[1]
+        weight_tile = (COLUMNS, _DEPTH)
     if reason := unsupported_reason(depth, outputs, x.dtype):
         raise ImplementationError("hopper", f"of grouped products {reason}")
     consumers = rows // ROWS
@@ -90,7 +95,8 @@ def block_product(
                     at = slot(step)
                     plgpu.barrier_wait(full.at[at])
                     tile = weight_smem.at[at]
-                    tile = tile if inputs == "first" else tile.transpose((1, 0))
+                    if inputs == "last":
+                        tile = tile.transpose((1, 0))
                     plgpu.wgmma(acc, x_smem.at[at, rows], tile)
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(free.at[at])
@@ -103,13 +109,12 @@ def block_product(
             plgpu.copy_smem_to_gmem(out_smem.at[wg], out_gmem.at[block, rows, columns])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    tile = (_DEPTH, COLUMNS) if inputs == "first" else (COLUMNS, _DEPTH)
     return plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((count, rows, outputs), dtype),
         scratch_types=[
             plgpu.SMEM((_STAGES, rows, _DEPTH), x.dtype),
-            plgpu.SMEM((_STAGES, *tile), x.dtype),
+            plgpu.SMEM((_STAGES, *weight_tile), x.dtype),
             plgpu.SMEM((consumers, ROWS, COLUMNS), dtype),
             plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
             plgpu.Barrier(num_arrivals=consumers, num_barriers=_STAGES),

@@ -11,8 +11,6 @@ def pad(x, axis: int, multiple: int, *, value: float | None = 0):
     width = [(0, -size % multiple if i == axis else 0) for i, size in enumerate(x.shape)]
     if not width[axis][1]:
         return x
-    return (
-        jnp.pad(x, width, mode="edge")
-        if value is None
-        else jnp.pad(x, width, constant_values=value)
-    )
+    if value is None:
+        return jnp.pad(x, width, mode="edge")
+    return jnp.pad(x, width, constant_values=value)

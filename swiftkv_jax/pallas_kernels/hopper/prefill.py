@@ -36,9 +36,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from .. import segments
-from ..operands import AttentionOperands
+from ..operands import AttentionOperands, page_size
 from .padding import pad
-from .prefill_tiles import Ring, Tile, drain, full_from, launch, load_keys_and_values, tile_at, walk
+from .prefill_tiles import (
+    Ring,
+    Tile,
+    drain,
+    entry_of,
+    full_from,
+    launch,
+    load_keys_and_values,
+    tile_at,
+    walk,
+)
 from .prefill_tuning import CLUSTER, CONSUMERS, Tuning, fit, for_heads, unsupported_reason
 
 __all__ = ["Tuning", "attention", "fit", "for_heads", "unsupported_reason"]
@@ -71,7 +81,7 @@ def attention(
     page_table = operands.page_table
     segment_ids = operands.segment_ids
     batch, queries, heads, head_dim = q.shape
-    tuning = fit(tuning, None if page_table is None else k.shape[2])
+    tuning = fit(tuning, page_size(operands))
     block_q = tuning.block_q
     block_kv = tuning.block_kv
     stages = tuning.stages
@@ -93,13 +103,15 @@ def attention(
     transforms = (tiling, plgpu.SwizzleTransform(swizzle))  # pyright: ignore[reportAbstractUsage]
     rows = plgpu.SMEM((CONSUMERS, block_q, head_dim), q.dtype, transforms=transforms)
     ring = plgpu.SMEM((stages, block_kv, head_dim), q.dtype, transforms=transforms)
-    lse = plgpu.SMEM((CONSUMERS, block_q), jnp.float32) if save_lse else None
+    lse = lse_type = None
+    if save_lse:
+        lse = plgpu.SMEM((CONSUMERS, block_q), jnp.float32)
+        # Whole tiles: a one-dimensional store is clipped at the end of the array, not of its row.
+        lse_type = jax.ShapeDtypeStruct((batch, heads, tiles * tile), jnp.float32)
     own = plgpu.Barrier(num_barriers=CONSUMERS)
     ready = plgpu.Barrier(num_barriers=stages)
     free = _free_slots(tuning)
     grid = (tiles, batch, heads // CLUSTER if tuning.multicast else heads)
-    # Whole tiles: a one-dimensional store is clipped at the end of the array, not of its row.
-    lse_type = jax.ShapeDtypeStruct((batch, heads, tiles * tile), jnp.float32) if save_lse else None
     limits = operands.q_offset, operands.lengths
     bounds = first_visible, first_full, ids
     inputs = (q, k, v, *limits, *bounds, page_table, operands.kv_lengths)
@@ -361,7 +373,7 @@ def _kernel(
             lse = m * (1 / _LOG2E) + jnp.log(total)
             valid = None
             if lengths_gmem is not None:  # read again: registers are short
-                start_of_row = 0 if offset_gmem is None else offset_gmem[batch]
+                start_of_row = entry_of(offset_gmem, batch, 0)
                 valid = position < start_of_row + lengths_gmem[batch]
             if kv_lengths_gmem is not None and window is not None:  # past all keys in its window
                 valid = total > 0 if valid is None else valid & (total > 0)

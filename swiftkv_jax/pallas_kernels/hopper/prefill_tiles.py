@@ -124,6 +124,13 @@ def full_from(ids, block_q, block_kv, window):
     return pl.cdiv(first, block_kv)
 
 
+def entry_of(gmem, batch, default):
+    """The entry of a row; `default` where there are none."""
+    if gmem is None:
+        return default
+    return gmem[batch]
+
+
 def tile_at(
     offset_gmem,  # B, or None
     lengths_gmem,  # B, or None
@@ -145,8 +152,8 @@ def tile_at(
         head = CLUSTER * head + lax.axis_index("rank")
     number = tiles - 1 - index
     start = number * rows
-    offset = jnp.int32(0) if offset_gmem is None else offset_gmem[batch]
-    length = jnp.int32(queries) if lengths_gmem is None else lengths_gmem[batch]
+    offset = entry_of(offset_gmem, batch, jnp.int32(0))
+    length = entry_of(lengths_gmem, batch, jnp.int32(queries))
     end = offset + lax.min(start + rows, length)
     if kv_lengths_gmem is not None:
         end = lax.min(end, kv_lengths_gmem[batch])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..operands import AttentionSpec
+from ..operands import AttentionSpec, page_size
 
 CONSUMERS = 2  # warpgroups of a thread block that multiply, each for half of its queries
 CLUSTER = 2  # thread blocks that load keys and values together with `multicast`
@@ -50,7 +50,7 @@ def unsupported_reason(spec: AttentionSpec, tuning: Tuning) -> str | None:
     kv_heads, page = k.shape[1:3]
     if spec.page_table is not None and page % 64:
         return f"takes pages of a multiple of 64 positions, got {page} with {k.shape=}"
-    tuning = fit(tuning, None if spec.page_table is None else page)
+    tuning = fit(tuning, page_size(spec))
     block_q = tuning.block_q
     block_kv = tuning.block_kv
     if tuning.multicast and heads // kv_heads % CLUSTER:

@@ -231,7 +231,7 @@ def _attention_dq(
     j = first_ref[task] + step - start_ref[task]
     query0 = i * bq
     key0 = j * bkv
-    key_first = None if window is None else query0 - (window - 1)
+    key_first = prefill.first_visible(query0, window)
 
     def attend(c, masked):
         part = pl.ds(pl.multiple_of(c * chunk, chunk), chunk)
@@ -332,7 +332,7 @@ def _attention_dkv(
     i = first_ref[task] + step - start_ref[task]
     query0 = i * bq
     key0 = j * bkv
-    key_first = None if window is None else query0 - (window - 1)
+    key_first = prefill.first_visible(query0, window)
 
     def attend(head, c, masked):
         keys = pl.ds(pl.multiple_of(c * chunk, chunk), chunk)

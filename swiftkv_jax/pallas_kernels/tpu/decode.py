@@ -187,7 +187,9 @@ def _kernel(
     stored = "KHS" if positions_minor else "KSH"
 
     def kv_at(positions):
-        return (slice(None), positions) if positions_minor else (positions, slice(None))
+        if positions_minor:
+            return slice(None), positions
+        return positions, slice(None)
 
     def valid(row):
         return jnp.minimum(length_ref[row], capacity)

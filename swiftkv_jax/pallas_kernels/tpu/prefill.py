@@ -81,7 +81,16 @@ def column(x: Array) -> Array:
 
 def lanes(x: Array, width: int) -> Array:
     """rows 128 -> rows `width`, of values repeated over the lanes."""
-    return x[:, :width] if width <= LANES else jnp.tile(x, (1, pl.cdiv(width, LANES)))[:, :width]
+    if width > LANES:
+        x = jnp.tile(x, (1, pl.cdiv(width, LANES)))
+    return x[:, :width]
+
+
+def first_visible(query0, window: int | None):
+    """The first key that a query at `query0` sees; None without a window."""
+    if window is None:
+        return None
+    return query0 - (window - 1)
 
 
 def zero_past(x: Array, rows) -> Array:
@@ -300,7 +309,7 @@ def _kernel(
     if kv_length is not None:
         key_end = jnp.minimum(key_end, kv_length)
     # The first key that one sees.
-    key_first = None if window is None else query0 - (window - 1)
+    key_first = first_visible(query0, window)
 
     def attend(c, masked):
         part = pl.ds(pl.multiple_of(c * chunk, chunk), chunk)

@@ -59,8 +59,7 @@ def _too_long(error: PromptTooLong) -> str:
     new = error.new_tokens
     limit = error.limit
     if not new or prompt > limit:
-        bound = "at least " if error.at_least else ""
-        return f"prompt is too long: {bound}{prompt} tokens > {limit} maximum"
+        return f"prompt is too long: {error.bound}{prompt} tokens > {limit} maximum"
     return (
         f"input length and `max_tokens` exceed context limit: {prompt} + {new} > {limit}, decrease "
         f"input length or `max_tokens` and try again"

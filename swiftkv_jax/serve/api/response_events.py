@@ -116,15 +116,20 @@ class ResponseWriter(PartWriter):
         return events + self._event("response.output_item.done", output_index=index, item=part)
 
     def end(self, generation: Generation, choice: Choice) -> bytes:
-        is_cut = choice.finish_reason == "length"
-        status = "incomplete" if is_cut else "completed"
-        events = b"" if self._parts else self._open_part(self._text_part("text"))
+        status = "completed"
+        details = None
+        if choice.finish_reason == "length":
+            status = "incomplete"
+            details = {"reason": "max_output_tokens"}
+        events = b""
+        if not self._parts:
+            events = self._open_part(self._text_part("text"))
         events += self._close(status)
         prompt = generation.num_prompt_tokens
         new = generation.num_tokens
         self.answer |= {
             "status": status,
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "incomplete_details": details,
             "usage": {
                 "input_tokens": prompt,
                 "input_tokens_details": {"cached_tokens": generation.num_cached_tokens},

@@ -238,14 +238,18 @@ def _card(app: App, name: str) -> dict[str, Any]:
     if app.service.is_open:
         found["max_model_len"] = app.service.max_model_len
         found["has_chat_template"] = bool(app.tokenizer.chat_template)
-    adapter = app.adapters.get(name)
+    root = app.model_names[0]
+    parent = None
+    if (adapter := app.adapters.get(name)) is not None:
+        parent = root
+        root = adapter.root
     return {
         "id": name,
         "object": "model",
         "created": app.created,
         "owned_by": "swiftkv-jax",
-        "root": app.model_names[0] if adapter is None else adapter.root,
-        "parent": None if adapter is None else app.model_names[0],
+        "root": root,
+        "parent": parent,
         "default_max_tokens": app.options.default_max_tokens,
         "permission": [],
     } | found

@@ -115,7 +115,9 @@ def _shares(config: Config, q, k, window, period: int):
     scores = score_options(config).applied(attention_scores(q, k))
     length = scores.shape[-1]
     back = jnp.arange(length)[:, None] - jnp.arange(length)
-    visible = back >= 0 if window is None else (back >= 0) & (back < window)
+    visible = back >= 0
+    if window is not None:
+        visible &= back < window
     probabilities = jax.nn.softmax(jnp.where(visible, scores, -1e30), axis=-1)
     before, repeated = (
         jnp.diagonal(probabilities, -distance, axis1=-2, axis2=-1) for distance in (1, period - 1)

@@ -286,6 +286,11 @@ class Sweep:
         """The analysis of which `cuts` are the students. One that is not `finished` has no scores
         of heads and no similarity, which take passes of the teacher."""
         whole = [cut for cut in cuts if cut.generated_kv == "boundary"] or cuts
+        similarity = []
+        heads = []
+        if finished:
+            similarity = self.similarity()
+            heads = self.heads()
         return Analysis(
             init=self.init,
             rows=self.rows,
@@ -293,8 +298,8 @@ class Sweep:
             far_tokens=self.far_tokens,
             calibration_tokens=self.calibration_tokens,
             teacher_perplexity=whole[0].teacher_perplexity,
-            similarity=self.similarity() if finished else [],
-            heads=self.heads() if finished else [],
+            similarity=similarity,
+            heads=heads,
             cuts=list(cuts),
         )
 

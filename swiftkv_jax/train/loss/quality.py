@@ -93,7 +93,9 @@ class FarLoss(NamedTuple):
         """For a table: `none`, `too few`, or nats."""
         if not self.tokens or self.nats is None:
             return "none"
-        return f"{self.nats:+.3f}" if self.is_known else "too few"
+        if not self.is_known:
+            return "too few"
+        return f"{self.nats:+.3f}"
 
     def __str__(self) -> str:
         """`+0.030 (1,200 tokens)`, or only how many there are."""
@@ -131,7 +133,9 @@ def perplexity_loss(lost: np.ndarray, tokens: np.ndarray) -> tuple[float, float 
     """The share of perplexity that is lost and its error, from the nats lost on parts of a text and
     their numbers of tokens."""
     mean, error = mean_and_error(lost, tokens)
-    return math.expm1(mean), None if error is None else math.exp(mean) * error
+    if error is not None:
+        error *= math.exp(mean)
+    return math.expm1(mean), error
 
 
 def _rounded(value: float | None) -> float | None:
@@ -141,7 +145,9 @@ def _rounded(value: float | None) -> float | None:
 
 def plus_minus(error: float | None, form: str) -> str:
     """` ± 0.2%`, formatted with `form`; nothing for an error that is unknown."""
-    return "" if error is None else f" ± {error:{form}}"
+    if error is None:
+        return ""
+    return f" ± {error:{form}}"
 
 
 def describe_count(tokens: int) -> str:

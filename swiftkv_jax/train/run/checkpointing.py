@@ -29,7 +29,7 @@ from ...checkpoints.states import (
     read_leaf,
     read_metadata,
 )
-from ...checkpoints.training_run import EXPORT
+from ...checkpoints.training_run import EXPORT, listed
 from ...errors import CheckpointError, UsageError
 from ...process.distributed import barrier, is_main_process
 from ..recipe import UNRECORDED, Resume
@@ -258,8 +258,9 @@ def check_resume(output: Path, resume: Resume) -> None:
         )
     if isinstance(resume, int):
         if resume not in steps:
-            there = f"there are {', '.join(map(str, steps))}" if steps else "there is none"
-            raise UsageError(f"`resume`={resume}: no checkpoint of that step in {folder}; {there}")
+            raise UsageError(
+                f"`resume`={resume}: no checkpoint of that step in {folder}; {listed(steps)}"
+            )
         if (exported := output / EXPORT).exists():
             raise UsageError(
                 f"`resume`={resume}: {output} holds the model of a finished run; remove {exported} "
