@@ -1,12 +1,16 @@
 """The package's log, as tests of the library see it; and runs whose reports have no curves."""
 
+import dataclasses
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+import swiftkv_jax as skv
 from swiftkv_jax.train.report import report
 from swiftkv_jax.train.run import progress
+from tests import tiny
 
 
 @pytest.fixture
@@ -29,6 +33,16 @@ def runs_measure_and_draw_nothing(request) -> Iterator[None]:
         if request.path.name != "test_progress.py":
             patch.setattr(progress, "matmul_rate", lambda dtype: 1e12)
         yield
+
+
+@pytest.fixture(scope="session")
+def teacher(tmp_path_factory, tokenizer) -> Path:
+    """A small model without a delta, and its tokenizer."""
+    hf = tiny.hf_config(vocab_size=320)
+    model = dataclasses.replace(tiny.model_of(hf, tiny.tensors_for(hf)), swiftkv=None)
+    skv.save_hf(model, folder := tmp_path_factory.mktemp("teacher") / "teacher")
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture

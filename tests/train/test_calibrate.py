@@ -20,7 +20,6 @@ from swiftkv_jax.train import calibrate as train_calibrate
 from swiftkv_jax.train.__main__ import main
 from swiftkv_jax.train.loss import far_tokens
 from swiftkv_jax.train.run import evaluation, start
-from tests import tiny
 from tests.test_cost import CONFIG
 from tests.train.test_chosen_cut import write_analysis
 
@@ -28,13 +27,10 @@ TEXT = "def f(x):\n    return x + 1\n\n\nclass A:\n    def g(self, y):\n        
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, tokenizer) -> Path:
+def folder(tmp_path_factory, teacher) -> Path:
     """A teacher with a tokenizer, and some text."""
     folder = tmp_path_factory.mktemp("calibrate")
-    hf = tiny.hf_config(vocab_size=320)
-    model = tiny.model_of(hf, tiny.tensors_for(hf))
-    skv.save_hf(dataclasses.replace(model, swiftkv=None), folder / "teacher")
-    tokenizer.save_pretrained(folder / "teacher")
+    shutil.copytree(teacher, folder / "teacher")
     (folder / "text.txt").write_text(TEXT * 40)
     return folder
 

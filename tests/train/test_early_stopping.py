@@ -22,19 +22,10 @@ def test_a_run_stops_when_the_held_out_loss_has_not_fallen_and_stays_stopped(tmp
     code.write_text(TEXT)
     settings = (
         "--init leader --max-length 32 --batch-size 2 --max-steps 12 --learning-rate 1e-30 "
-        "--logging-steps 1 --eval-steps 2"
+        "--logging-steps 1 --eval-steps 2 --early-stopping-patience 2 "
+        f"--data {code} --eval-data {code} --output-dir {run}"
     )
-    command = [
-        *settings.split(),
-        "--early-stopping-patience",
-        "2",
-        "--data",
-        str(code),
-        "--eval-data",
-        str(code),
-        "--output-dir",
-        str(run),
-    ]
+    command = settings.split()
     write_analysis(run / "analysis", num_key_value_layers=4, max_perplexity_loss=1e-6)
     for _ in range(2):
         assert main(command) == 0

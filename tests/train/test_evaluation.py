@@ -1,6 +1,5 @@
 """What a run reports of a student's loss: at each evaluation, and of the model that it exports."""
 
-import dataclasses
 import json
 import math
 import shutil
@@ -9,14 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-import swiftkv_jax as skv
 from swiftkv_jax.checkpoints.loss_notes import FAR, FIELDS, PERPLEXITY, loss_warning
 from swiftkv_jax.model.model import AuxiliaryFiles
 from swiftkv_jax.train.__main__ import main
 from swiftkv_jax.train.loss.quality import FarLoss, PerplexityLoss, StudentLoss, perplexity_loss
 from swiftkv_jax.train.report.report import loss_sentence
 from swiftkv_jax.train.run import evaluation
-from tests import tiny
 
 TEXT = (
     "def f(x):\n    return x + 1\n\n\nclass A:\n    def g(self, y):\n        return [self, y]\n\n"
@@ -25,7 +22,7 @@ FLAGS = "--max-length 32 --batch-size 2 --max-steps 2 --learning-rate 0.01 --eva
 
 
 def test_far_tokens_are_found_once_and_lost_nats_reported_at_each_evaluation(
-    tmp_path, monkeypatch, capsys, tokenizer
+    teacher, tmp_path, monkeypatch, capsys
 ):
     """Where all predictions are far, what is lost there is what is lost. The rows are as many
     whatever number of micro-batches they are in."""
@@ -36,12 +33,8 @@ def test_far_tokens_are_found_once_and_lost_nats_reported_at_each_evaluation(
         return arguments[-1]
 
     monkeypatch.setattr(evaluation, "only_far", all_are_far)
-    hf = tiny.hf_config(vocab_size=320)
-    teacher = dataclasses.replace(tiny.model_of(hf, tiny.tensors_for(hf)), swiftkv=None)
-    skv.save_hf(teacher, model := tmp_path / "teacher")
-    tokenizer.save_pretrained(model)
     (code := tmp_path / "code.txt").write_text(TEXT * 10)
-    files = ["--model", str(model), "--num-key-value-layers", "2", "--init", "leader"]
+    files = ["--model", str(teacher), "--num-key-value-layers", "2", "--init", "leader"]
     files += ["--data", str(code), "--eval-data", str(code), "--output-dir", str(tmp_path / "run")]
     parts = ["--gradient-accumulation-steps", "2"]
     assert main([*FLAGS.split(), "--eval-batches", "3", *parts, *files]) == 0

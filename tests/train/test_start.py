@@ -1,6 +1,5 @@
 """A run that starts from the closed form: the record of its start, and a run that continues."""
 
-import dataclasses
 import json
 import shutil
 import signal
@@ -12,19 +11,15 @@ from safetensors.numpy import load_file
 import swiftkv_jax as skv
 from swiftkv_jax.train.__main__ import main
 from swiftkv_jax.train.run import loop, start
-from tests import tiny
 
 TEXT = "def f(x):\n    return x + 1\n\n\nclass A:\n    def g(self, y):\n        return [self, y]\n"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, tokenizer) -> Path:
+def folder(tmp_path_factory, teacher) -> Path:
     """A teacher, some text, and a finished run on them."""
     folder = tmp_path_factory.mktemp("start")
-    hf = tiny.hf_config(vocab_size=320)
-    teacher = dataclasses.replace(tiny.model_of(hf, tiny.tensors_for(hf)), swiftkv=None)
-    skv.save_hf(teacher, folder / "teacher")
-    tokenizer.save_pretrained(folder / "teacher")
+    shutil.copytree(teacher, folder / "teacher")
     (folder / "text.txt").write_text(TEXT * 40)
     assert train(folder, "run") == 0
     return folder
