@@ -132,7 +132,7 @@ def is_quantized(leaf: Any) -> bool:
 
 
 def values_of(leaf: Any) -> Any:
-    """What is stored of an array: the 8-bit values of a quantised one, itself otherwise."""
+    """The array, or of a quantised one its 8-bit values."""
     if isinstance(leaf, Quantized):
         return leaf.values
     return leaf

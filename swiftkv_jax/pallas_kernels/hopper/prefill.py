@@ -38,17 +38,7 @@ from jaxtyping import Array, Float
 from .. import segments
 from ..operands import AttentionOperands, page_size
 from .padding import pad
-from .prefill_tiles import (
-    Ring,
-    Tile,
-    drain,
-    entry_of,
-    full_from,
-    launch,
-    load_keys_and_values,
-    tile_at,
-    walk,
-)
+from .prefill_tiles import Ring, Tile, drain, full_from, launch, load_keys_and_values, tile_at, walk
 from .prefill_tuning import CLUSTER, CONSUMERS, Tuning, fit, for_heads, unsupported_reason
 
 __all__ = ["Tuning", "attention", "fit", "for_heads", "unsupported_reason"]
@@ -373,7 +363,7 @@ def _kernel(
             lse = m * (1 / _LOG2E) + jnp.log(total)
             valid = None
             if lengths_gmem is not None:  # read again: registers are short
-                start_of_row = entry_of(offset_gmem, batch, 0)
+                start_of_row = 0 if offset_gmem is None else offset_gmem[batch]
                 valid = position < start_of_row + lengths_gmem[batch]
             if kv_lengths_gmem is not None and window is not None:  # past all keys in its window
                 valid = total > 0 if valid is None else valid & (total > 0)

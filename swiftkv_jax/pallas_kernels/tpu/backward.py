@@ -36,8 +36,8 @@ from jaxtyping import Array, Float, Int
 
 from ..segments import visible_kv_blocks, visible_q_blocks
 from . import prefill
-from .prefill import LANES, LOG2E, Tuning, column, dot, lanes, visible_chunks, zero_past
-from .schedule import block_specs, fetched, make_schedule
+from .prefill import LANES, LOG2E, Tuning, column, dot, visible_chunks, zero_past
+from .schedule import block_specs, fetched, first_visible, lanes, make_schedule
 
 __all__ = ["Tuning", "attention_grad"]
 
@@ -231,7 +231,7 @@ def _attention_dq(
     j = first_ref[task] + step - start_ref[task]
     query0 = i * bq
     key0 = j * bkv
-    key_first = prefill.first_visible(query0, window)
+    key_first = first_visible(query0, window)
 
     def attend(c, masked):
         part = pl.ds(pl.multiple_of(c * chunk, chunk), chunk)
@@ -332,7 +332,7 @@ def _attention_dkv(
     i = first_ref[task] + step - start_ref[task]
     query0 = i * bq
     key0 = j * bkv
-    key_first = prefill.first_visible(query0, window)
+    key_first = first_visible(query0, window)
 
     def attend(head, c, masked):
         keys = pl.ds(pl.multiple_of(c * chunk, chunk), chunk)

@@ -42,7 +42,9 @@ from .schedule import (
     Tuning,
     block_specs,
     fetched,
+    first_visible,
     fit,
+    lanes,
     make_schedule,
     paged_specs,
     unsupported_reason,
@@ -77,20 +79,6 @@ def column(x: Array) -> Array:
     """1 n -> n 128: turn values that lie along the lanes into rows, each repeated over the
     lanes."""
     return jnp.broadcast_to(x, (LANES, x.shape[1])).T
-
-
-def lanes(x: Array, width: int) -> Array:
-    """rows 128 -> rows `width`, of values repeated over the lanes."""
-    if width > LANES:
-        x = jnp.tile(x, (1, pl.cdiv(width, LANES)))
-    return x[:, :width]
-
-
-def first_visible(query0, window: int | None):
-    """The first key that a query at `query0` sees; None without a window."""
-    if window is None:
-        return None
-    return query0 - (window - 1)
 
 
 def zero_past(x: Array, rows) -> Array:

@@ -196,3 +196,17 @@ def paged_specs(
         return pl.BlockSpec((None, None, *block), index)
 
     return tuple(map(spec, range(each))), table.reshape(-1)
+
+
+def first_visible(query0, window: int | None):
+    """The first key that a query at `query0` sees; None without a window."""
+    if window is None:
+        return None
+    return query0 - (window - 1)
+
+
+def lanes(x: Array, width: int) -> Array:
+    """rows 128 -> rows `width`, of values repeated over the lanes."""
+    if width > LANES:
+        x = jnp.tile(x, (1, pl.cdiv(width, LANES)))
+    return x[:, :width]
