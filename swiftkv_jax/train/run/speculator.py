@@ -76,9 +76,7 @@ def train_speculator(
     """Train a speculator for a student and write it into the output folder; `step` is the last of
     the run. With several processes, all of them call this."""
     assert model.swiftkv is not None and recipe.speculator is not None
-    delta = cast(model.swiftkv, model.dtype)
-    attention = Attention(mesh, recipe.attention, recipe.shard_sequence)
-    fixed = model.config, attention
+    model = dataclasses.replace(model, swiftkv=cast(model.swiftkv, model.dtype))
     config = SpeculatorConfig(
         "sum_lstm",
         recipe.speculator,
@@ -87,24 +85,43 @@ def train_speculator(
         inner_dim=model.config.embed_dim,
         scale_input=True,
     )
-    steps = recipe.speculator_steps
     init = jax.jit(init_speculator, static_argnums=0, out_shardings=replicated(mesh))
     speculator = init(config, model.llama, jax.random.key(recipe.seed))
+    speculator = cast(_fit(recipe, speculator, model, data, mesh), model.dtype)
+    if eval_data is not None:
+        shares = _accepted_shares(recipe, speculator, model, eval_data, mesh)
+        logger.info(
+            "speculator: held-out drafts accepted %s; %.2f tokens a step",
+            "  ".join(f"{share:.3f}" for share in shares),
+            1 + sum(shares),
+        )
+        log = MetricsLog(recipe.output_dir, first_step=step, report_to=recipe.report_to)
+        with contextlib.closing(log):
+            named = {ACCEPTED.format(place): share for place, share in enumerate(shares, 1)}
+            log.write({"step": step} | named)
+    folder = recipe.output_dir / SPECULATOR
+    write_speculator(jax.tree.map(to_host, speculator), folder)
+    logger.info("the speculator is in %s", folder)
+
+
+def _fit(
+    recipe: Recipe, speculator: Speculator, model: Model, data: DatasetMixture, mesh: Mesh
+) -> Speculator:
+    """The speculator after the steps of the recipe. The one that is given is donated."""
+    steps, peak = recipe.speculator_steps, recipe.speculator_learning_rate
     warmup = max(1, round(WARMUP_SHARE * steps))
-    peak = recipe.speculator_learning_rate
     rate = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(steps, warmup + 1))
     optimizer = optax.chain(
         optax.clip_by_global_norm(recipe.max_grad_norm),
         optax.adamw(rate, weight_decay=WEIGHT_DECAY),
     )
     opt_state = jax.jit(optimizer.init, out_shardings=replicated(mesh))(speculator)
+    sums_of = functools.partial(_sums_of_student, recipe, model.config, mesh)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def train_step(speculator, opt_state, llama, delta, batch):
-        states = student_states(*fixed, llama, delta, batch)
-
         def loss(speculator):
-            sums = speculator_sums(cast(speculator, model.dtype), *states, batch, mesh)
+            sums = sums_of(cast(speculator, model.dtype), llama, delta, batch)
             return sums.loss / jnp.maximum(sums.places[0], 1), sums
 
         gradient, sums = jax.grad(loss, has_aux=True)(speculator)
@@ -123,38 +140,45 @@ def train_speculator(
     )
     with contextlib.closing(reading):
         for number, local in enumerate(track(reading, "training the speculator", steps), 1):
+            batch = sharder.shard(local.batch)
             speculator, opt_state, sums = train_step(
-                speculator, opt_state, model.llama, delta, sharder.shard(local.batch)
+                speculator, opt_state, model.llama, model.swiftkv, batch
             )
             if number % max(1, steps // 10) == 0:
                 loss = float(sums.loss) / max(1.0, float(sums.places[0]))
                 logger.info("speculator step %d: loss %.3f", number, loss)
-    del opt_state
-    speculator = cast(speculator, model.dtype)
-    if eval_data is not None:
-        measure = jax.jit(
-            lambda speculator, llama, delta, batch: speculator_sums(
-                speculator, *student_states(*fixed, llama, delta, batch), batch, mesh
-            ),
-            out_shardings=replicated(mesh),
-        )
-        rows = held_out_batches(recipe, model.config, eval_data, mesh)
-        found = [measure(speculator, model.llama, delta, batch) for batch in rows]
-        accepted = sum(np.asarray(sums.accepted) for sums in found)
-        places = sum(np.asarray(sums.places) for sums in found)
-        shares = (accepted / np.maximum(places, 1)).tolist()
-        logger.info(
-            "speculator: held-out drafts accepted %s; %.2f tokens a step",
-            "  ".join(f"{share:.3f}" for share in shares),
-            1 + sum(shares),
-        )
-        log = MetricsLog(recipe.output_dir, first_step=step, report_to=recipe.report_to)
-        with contextlib.closing(log):
-            named = {ACCEPTED.format(place): share for place, share in enumerate(shares, 1)}
-            log.write({"step": step} | named)
-    folder = recipe.output_dir / SPECULATOR
-    write_speculator(jax.tree.map(to_host, speculator), folder)
-    logger.info("the speculator is in %s", folder)
+    return speculator
+
+
+def _accepted_shares(
+    recipe: Recipe, speculator: Speculator, model: Model, data: DatasetMixture, mesh: Mesh
+) -> list[float]:
+    """The share of held-out places at which the first draft, the first two, ... are all right."""
+    measure = jax.jit(
+        functools.partial(_sums_of_student, recipe, model.config, mesh),
+        out_shardings=replicated(mesh),
+    )
+    rows = held_out_batches(recipe, model.config, data, mesh)
+    found = [measure(speculator, model.llama, model.swiftkv, batch) for batch in rows]
+    accepted, places = (
+        sum(np.asarray(getattr(sums, name)) for sums in found) for name in ("accepted", "places")
+    )
+    return (accepted / np.maximum(places, 1)).tolist()
+
+
+def _sums_of_student(
+    recipe: Recipe,
+    config: Config,
+    mesh: Mesh,
+    speculator: Speculator,
+    llama: Llama,
+    delta: SwiftKV,
+    batch: Batch,
+) -> Sums:
+    """`speculator_sums` from the states of the student."""
+    attention = Attention(mesh, recipe.attention, recipe.shard_sequence)
+    hidden, chosen = student_states(config, attention, llama, delta, batch)
+    return speculator_sums(speculator, hidden, chosen, batch, mesh)
 
 
 def init_speculator(config: SpeculatorConfig, llama: Llama, key: Array) -> Speculator:
