@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -149,39 +150,43 @@ def test_the_nearest_is_taken_with_a_warning(recipe, analyses, log):
     assert log.messages[0].startswith("none is within 0.1% of perplexity")
 
 
-@pytest.mark.parametrize(
-    ("budget", "changes", "reason"),
-    [
-        (None, {}, "no analysis: `data`=short: no token"),
-        (Budget(), {"init": "leader"}, "of students in closed form, not of `init`=leader"),
-    ],
-)
-def test_half_is_taken_where_there_is_no_recommendation(
-    budget, changes, reason, recipe, analyses, log
-):
-    analyses.budget = budget
-    recipe = dataclasses.replace(recipe, **changes)
+def test_another_start_takes_half(recipe, analyses, log):
+    recipe = dataclasses.replace(recipe, init="leader")
     assert with_cut(recipe, SOURCE, MESH) == recipe
-    assert log.messages[0].startswith("half of the layers keep their own keys and values: ")
-    assert reason in log.messages[0]
+    assert log.messages == [
+        "half of the layers keep their own keys and values: an analysis is of students in closed "
+        "form, not of `init`=leader"
+    ]
+
+
+def three_quarters(recipe):
+    return dataclasses.replace(recipe, num_key_value_layers=-(-3 * CONFIG.num_layers // 4))
+
+
+def test_three_quarters_are_taken_where_there_is_no_recommendation(recipe, analyses, log):
+    analyses.budget = None
+    assert with_cut(recipe, SOURCE, MESH) == three_quarters(recipe)
+    (message,) = log.messages
+    assert re.match(r"\d+ of \d+ layers keep their own keys and values: no analysis: ", message)
+    assert "`data`=short: no token" in message
     assert not recipe.output_dir.exists()
 
 
 @pytest.mark.parametrize("budget", [Budget(), Budget(0.001, 0.1)])
-def test_half_is_taken_where_far_tokens_are_too_few(budget, recipe, analyses, log):
+def test_three_quarters_are_taken_where_far_tokens_are_too_few(budget, recipe, analyses, log):
     """By perplexity alone a cut that loses much may be recommended."""
     analyses.budget, analyses.far_tokens = budget, MANY - 1
-    assert with_cut(recipe, SOURCE, MESH) == recipe
-    assert log.messages == [
-        "half of the layers keep their own keys and values: too few far tokens to recommend a cut "
-        "(64 are needed); run swiftkv train analyze with more rows or longer ones, and name its "
-        "folder with `analysis`"
-    ]
+    assert with_cut(recipe, SOURCE, MESH) == three_quarters(recipe)
+    (message,) = log.messages
+    assert message.endswith(
+        ": too few far tokens to recommend a cut (64 are needed); run swiftkv train analyze with "
+        "more rows or longer ones, and name its folder with `analysis`"
+    )
 
 
 def test_an_analysis_that_takes_too_long_is_not_made(recipe, analyses, log, monkeypatch):
     monkeypatch.setattr(chosen_cut, "_peak", lambda recipe, mesh: 1e6)
-    assert with_cut(recipe, SOURCE, MESH) == recipe
+    assert with_cut(recipe, SOURCE, MESH) == three_quarters(recipe)
     assert "minutes here; run swiftkv train analyze with fewer `cuts`" in log.messages[0]
 
 
@@ -223,7 +228,7 @@ def test_the_analysis_of_an_interrupted_run_serves_again(changes, recipe, analys
     folder = write_analysis(recipe.output_dir / "analysis", **(same | changes))
     found = with_cut(recipe, SOURCE, MESH)
     if changes:
-        assert found == recipe and "no analysis: `data`=short" in log.messages[0]
+        assert found == three_quarters(recipe) and "`data`=short" in log.messages[0]
     else:
         assert cut_of(found) == CHOSEN
         first = f"taking the analysis in {folder} again; remove it to make another"
