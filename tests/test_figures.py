@@ -24,17 +24,21 @@ def test_figures_of_the_readme_are_the_measured_ones():
     readme = text_of(README)
     assert "0.535 of the teacher's" in text_of(ROOT / "docs/measurements.md")
     assert "0.535 of the teacher's" in readme
-    rows = part_rows(all_of(f"serve-{ON_H100}"), "prefill")
-    student = next(row for row in rows if row["cell"]["input_len"] == 8192)
+    student, teacher = (
+        [row for row in prefill_rows() if row["variant"] == variant]
+        for variant in ("swiftkv", "teacher")
+    )
+    faster = [a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(student, teacher, strict=True)]
+    sooner = [b["ttft"] / a["ttft"] for a, b in zip(student, teacher, strict=True)]
+    ms = [1e3 * row["ttft"] for row in student]
     assert (
-        f"8,192 tokens, one H100 | {student['speed_up']:.2f} times as fast: "
-        f"{round(student['tokens_per_s'], -2):,.0f} tokens/s; first token "
-        f"{student['ttft_speed_up']:.2f} times as fast, after {1e3 * student['ttft']:.0f} ms "
-        "| measured,"
+        f"prefill of 500 to 8,192 tokens, Llama-3.1-8B, one H100 | {min(faster):.2f}x to "
+        f"{max(faster):.2f}x faster, first token {min(sooner):.2f}x to {max(sooner):.2f}x (after "
+        f"{min(ms):.0f} to {max(ms):.0f} ms) | measured,"
     ) in readme
     student = part_rows(all_of(f"serve-{ON_H100}"), "offline")[0]
     rate = round(student["tokens_per_s"], -2)
-    assert f"and GPU | {student['speed_up']:.2f} times as fast: {rate:,.0f} tok" in readme
+    assert f"and GPU | {student['speed_up']:.2f}x faster: {rate:,.0f} tok" in readme
     shares = [
         1 / row["speed_up"]
         for part in ("decode", "decode-2k", "decode-2k-fp8")
@@ -48,6 +52,22 @@ def test_figures_of_the_readme_are_the_measured_ones():
         bytes_per_token(config.cut(16, group), jnp.bfloat16) // 1024 for group in (1, 2, 4)
     )
     assert f"{whole} KiB; groups of two {two}, groups of four {four}" in readme
+    (calibration,) = all_of(f"calibration-{ON_H100}")
+    seconds = calibration["pass"]["seconds"] + calibration["solutions"][0]["seconds"]
+    (steps,) = all_of(f"train-step-{ON_H100}")
+    rates = [row["tokens"] / row["seconds"] for row in steps["rows"] if row["layers"] == 32
+             and "seconds" in row]  # fmt: skip
+    hours = 680e6 / rates[0] / 3600
+    text = " ".join(readme.split())
+    assert f"the calibration took {seconds:.0f} s on one H100" in text
+    assert f"680M tokens would take {hours:.0f} hours (extrapolated" in text
+
+
+def prefill_rows():
+    """The rows of the picture of the README, from the shortest prompt to the longest."""
+    (found,) = (one for one in all_of(f"serve-{ON_H100}") if "prefill-lengths" in one["parts"]
+                and one["date"].startswith("2026-11-28"))  # fmt: skip
+    return found["parts"]["prefill-lengths"]["rows"]
 
 
 def test_students_of_a_real_model_in_the_readme_are_the_measured_ones():
@@ -62,15 +82,16 @@ def test_students_of_a_real_model_in_the_readme_are_the_measured_ones():
         ]
         far = cell["far"]["lost"]
         nats = f"{far['value']:.2f} ± {far['stderr']:.2f}" + " *" * (far["value"] > MAX_FAR_LOSS)
-        lost = [
-            f"{100 * found['value']:+.0f} ± {100 * found['stderr']:.0f}".replace("+0 ", "0 ")
-            for found in (cell["tasks"][task]["difference"] for task in ("recall", "identifiers"))
-        ]
-        if cell["generated_kv"] == "own":
-            tokens = cell["trained_tokens"]
-            trained = f", distilled on {tokens / 1e6:.0f}M tokens" if tokens else ""
+        lost = [points(cell, task).replace("+0 ", "0 ") for task in ("recall", "identifiers")]
+        tokens = cell["trained_tokens"]
+        made = f"distilled on {tokens / 1e6:.0f}M tokens" if tokens else "calibration"
+        if program.exact_head and program.prompt_mlp_neurons:
+            made += ", [closer states](docs/calibration.md#closer-boundary-states)"
+        elif program != Program():
+            continue
+        if cell["generated_kv"] == "own" and not cell.get("key_value_group_size"):
             rows.append(
-                f"| {cell['num_key_value_layers']} of {layers} | {program}{trained} | "
+                f"| {cell['num_key_value_layers']} of {layers} | {made} | "
                 f"{100 * cell['prefill_share']:.0f} % | {', '.join(above)} | {nats} | "
                 f"{', '.join(lost)} |"
             )
@@ -91,17 +112,19 @@ def test_students_of_a_real_model_in_the_readme_are_the_measured_ones():
         f"in closed form: at most {max(above):.1f} % of perplexity, far {' and '.join(far)}"
     ) in " ".join(text_of(README).split())
     assert all(cell["tasks"]["recall"]["difference"]["value"] == 0 for cell in kept)
-    half = next(
-        cell
-        for cell in documents["gemma-3-270m"]["cells"]
-        if cell["num_key_value_layers"] == 9 and cell["exact_head"]
+    gemma, qwen = (
+        next(
+            cell
+            for cell in documents[name]["cells"]
+            if cell["num_key_value_layers"] == cut and cell["exact_head"]
+        )
+        for name, cut in (("gemma-3-270m", 9), ("qwen2.5-coder-0.5b", 12))
     )
-    above = max(100 * text["above"]["value"] for text in half["texts"].values())
-    recall = half["tasks"]["recall"]["difference"]
+    lost = [points(cell, task)[1:] for cell in (gemma, qwen) for task in ("recall", "identifiers")]
     assert (
-        f"{above:.1f} %, far {half['far']['lost']['value']:.2f}, {100 * recall['value']:.0f} ± "
-        f"{100 * recall['stderr']:.0f} points of recall"
-    ) in " ".join(text_of(README).split())
+        "At half, calibrated with closer states, Gemma loses {} points of recall and {} of names, "
+        "Qwen {} and {}."
+    ).format(*lost) in " ".join(text_of(README).split())
     pairs = next(
         cell
         for cell in document["cells"]
@@ -113,8 +136,15 @@ def test_students_of_a_real_model_in_the_readme_are_the_measured_ones():
         f"20 of 30 layers of SmolLM2 they lose {lost} and {pairs['far']['lost']['value']:.2f} nats"
     ) in " ".join(text_of(README).split())
     tasks = document["cells"][0]["tasks"]
+    assert {task["questions"] for task in tasks.values()} == {44}
     assert f"{tasks['recall']['teacher']:.0%}" == "70%"
     assert f"{tasks['identifiers']['teacher']:.0%}" == "30%"
+
+
+def points(cell, task):
+    """The difference of student and teacher, in points."""
+    found = cell["tasks"][task]["difference"]
+    return f"{100 * found['value']:+.0f} ± {100 * found['stderr']:.0f}"
 
 
 def test_cycles_on_the_page_of_kernels_are_the_counted_ones():
