@@ -43,7 +43,8 @@ LEGEND = (
     f"the paired difference; those of the tasks take questions about one document for independent. "
     f"`own`, 64: answers and the prompt's last 64 tokens keep their own keys and values. Students "
     f"without a number of tokens are in closed form; `restated` is the share of the rows whose "
-    f"answers [repeat parts of their prompts](training.md#data)."
+    f"answers [repeat parts of their prompts](training.md#data). Parameters are those of the file: "
+    f"Qwen's stores the output matrix, 136M, beside the embedding."
 )
 
 
@@ -114,9 +115,14 @@ def _describe(found: Sequence[dict[str, Any]]) -> str:
 
 def _notes(found: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Where the students of a model were trained."""
-    trained = [cell["training"] for each in found for cell in each["cells"] if "training" in cell]
-    for device, tokens in sorted({(run["device"], run["calibration_tokens"]) for run in trained}):
-        yield f"Trained on {device}, from a start fitted to {tokens:,} tokens."
+    students = dict[tuple[str, int], list[int]]()
+    for cell in (cell for each in found for cell in each["cells"] if "training" in cell):
+        run = cell["training"]
+        start = run["device"], run["calibration_tokens"]
+        students.setdefault(start, []).append(cell["trained_tokens"])
+    for (device, tokens), trained in sorted(students.items()):
+        amounts = " and ".join(f"{amount / 1e6:.2g}M" for amount in sorted(set(trained)))
+        yield f"Trained on {amounts}: {device}, from a start fitted to {tokens:,} tokens."
 
 
 def _trained_on(cell: Cell) -> str:

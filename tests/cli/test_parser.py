@@ -54,7 +54,7 @@ VALUES = [
     ("train --kl backward", "argument --kl: .*'jsd'\\)"),
     ("infer -p hi there", "argument -: 'there' belongs to no flag: prompts go after --prompt"),
     ("infer --quantization awq", ".*: leave it out: a quantised checkpoint says how it is stored"),
-    ("serve m --dtype half", ".*: here bfloat16 or float32"),
+    ("serve m --dtype half", ".*: use bfloat16 or float32"),
 ]
 COMMANDS = [
     ("server", "serve"),
@@ -65,20 +65,20 @@ COMMANDS = [
     ("train calibrat", "calibrate"),
 ]
 ELSEWHERE = [
-    ("serve m --tensor-parallel-size 2", "--tensor-parallel-size 2: here --mesh 1x2"),
-    ("serve m --tensor_parallel_size=2", "--tensor-parallel-size 2: here --mesh 1x2"),
-    ("serve m -tp 2 -dp 4", "-tp 2: here --mesh 4x2; -dp 4: here --mesh 4x2"),
+    ("serve m --tensor-parallel-size 2", "--tensor-parallel-size 2: use --mesh 1x2"),
+    ("serve m --tensor_parallel_size=2", "--tensor-parallel-size 2: use --mesh 1x2"),
+    ("serve m -tp 2 -dp 4", "-tp 2: use --mesh 4x2; -dp 4: use --mesh 4x2"),
     ("serve --enforce-eager m", "--enforce-eager m: leave it out: every program is compiled"),
-    ("infer -p x --num-scheduler-steps 4", "--num-scheduler-steps 4: here --decode-steps 4"),
-    ("infer -p x --num_return_sequences 2", "--num-return-sequences 2: here --n 2"),
-    ("infer bench serve --random-input-len 9", "--random-input-len 9: here --input-len 9"),
+    ("infer -p x --num-scheduler-steps 4", "--num-scheduler-steps 4: use --decode-steps 4"),
+    ("infer -p x --num_return_sequences 2", "--num-return-sequences 2: use --n 2"),
+    ("infer bench serve --random-input-len 9", "--random-input-len 9: use --input-len 9"),
     (
         "infer bench serve --temperature 0.5",
-        "--temperature 0.5: here --extra-body '{\"temperature\": 0.5}'",
+        "--temperature 0.5: use --extra-body '{\"temperature\": 0.5}'",
     ),
-    ("train --lr_scheduler_type cosine", "--lr-scheduler-type cosine: here --lr-schedule cosine"),
-    ("train --warmup-steps 9", "--warmup-steps 9: here --warmup-ratio, a share of the steps"),
-    ("train calibrate --max-seq-length 9", "--max-seq-length 9: here --max-length 9"),
+    ("train --lr_scheduler_type cosine", "--lr-scheduler-type cosine: use --lr-schedule cosine"),
+    ("train --warmup-steps 9", "--warmup-steps 9: use --warmup-ratio, a share of the steps"),
+    ("train calibrate --max-seq-length 9", "--max-seq-length 9: use --max-length 9"),
 ]
 
 
