@@ -13,13 +13,14 @@ import functools
 import math
 import zlib
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 _BLOCK_ELEMENTS = 2**20
 
 
@@ -61,12 +62,19 @@ def digest_all(arrays: Iterable[jax.Array]) -> str:
     return f"{total:08x}"
 
 
+def _shard_sum(data: jax.Array, first: np.uint32, strides: tuple[int, ...]) -> Any:
+    """The sum over one device's part, whose first element has position `first` in the whole. Few
+    elements are summed on the host, in less time than a program for their shape is compiled in."""
+    if data.size > _BLOCK_ELEMENTS:
+        return _sum_in_blocks(data, first, strides)
+    block = np.ascontiguousarray(data)  # of one axis at least
+    bits = block.view(_UNSIGNED[block.dtype.itemsize])
+    return _sum_of_bits(np, bits, first, strides or (1,))
+
+
 @functools.partial(jax.jit, static_argnames="strides")
-def _shard_sum(data: jax.Array, first: jax.Array, strides: tuple[int, ...]) -> jax.Array:
-    """The sum over one device's part, whose first element has position `first` in the whole, a
-    block of rows at a time."""
-    if data.ndim == 0:
-        return _block_sum(data[None], first, (1,))
+def _sum_in_blocks(data: jax.Array, first: jax.Array, strides: tuple[int, ...]) -> jax.Array:
+    """`_shard_sum` on the device, a block of rows at a time."""
     rows = min(data.shape[0], max(1, _BLOCK_ELEMENTS // math.prod(data.shape[1:])))
     blocks, rest = divmod(data.shape[0], rows)
 
@@ -85,14 +93,19 @@ def _shard_sum(data: jax.Array, first: jax.Array, strides: tuple[int, ...]) -> j
 def _block_sum(block: jax.Array, first: jax.Array, strides: tuple[int, ...]) -> jax.Array:
     if block.dtype == jnp.bool_:
         block = block.astype(jnp.uint8)
-    bits = jax.lax.bitcast_convert_type(block, _UNSIGNED[block.dtype.itemsize]).astype(jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(block, _UNSIGNED[block.dtype.itemsize])
+    return _sum_of_bits(jnp, bits, first, strides)
+
+
+def _sum_of_bits(xp: Any, bits: Any, first: Any, strides: tuple[int, ...]) -> Any:
     position = first
     for axis, stride in enumerate(strides):
-        position += jax.lax.broadcasted_iota(jnp.uint32, block.shape, axis) * np.uint32(stride)
-    return jnp.sum(bits * (_mix(position) | np.uint32(1)), dtype=jnp.uint32)
+        index = xp.arange(bits.shape[axis], dtype=xp.uint32) * np.uint32(stride)
+        position = position + index.reshape(-1, *(1,) * (bits.ndim - axis - 1))
+    return xp.sum(bits * (_mix(position) | np.uint32(1)), dtype=xp.uint32)
 
 
-def _mix(x: jax.Array) -> jax.Array:
+def _mix(x: Any) -> Any:
     """A bijection of 32-bit integers that scatters neighbours (multiply and xor-shift, twice)."""
     for multiplier in (0x7FEB352D, 0x846CA68B):
         x = (x ^ (x >> 16)) * np.uint32(multiplier)

@@ -155,14 +155,12 @@ def test_digest_is_its_definition(shape, dtype):
     assert digest(array) == plain_digest(np.asarray(array))
 
 
-def test_digest_in_blocks(monkeypatch):
+def test_digest_in_blocks_on_devices(monkeypatch):
+    """Blocks of 3 rows, and 2 left over; and parts of a mesh."""
     array = jax.random.normal(jax.random.key(0), (11, 3, 4))
-    expected = plain_digest(np.asarray(array))
-    monkeypatch.setattr(
-        sys.modules[digest.__module__], "_BLOCK_ELEMENTS", 40
-    )  # blocks of 3 rows, and 2 left over
-    jax.clear_caches()
-    assert digest(array) == expected
+    sharded = jax.device_put(array, NamedSharding(make_mesh((2, 4)), P(None, None, "model")))
+    monkeypatch.setattr(sys.modules[digest.__module__], "_BLOCK_ELEMENTS", 30)
+    assert digest(array) == digest(sharded) == plain_digest(np.asarray(array))
 
 
 @pytest.mark.parametrize(
