@@ -18,7 +18,7 @@ FEATURES = {
     "context": "long context",
     "image": "image in history",
 }
-NO_CHOICE = "never asks for it"
+NO_CHOICE = "n/a"
 NO_FORM = "has no option"
 AGENTS = {
     "Claude Code": "@anthropic-ai/claude-code",
