@@ -45,10 +45,19 @@ def only_far(config: Config, attention: Attention, llama: Llama, batch: Batch) -
     )
     with_far, without = (_nll(config, attention, llama, each) for each in (batch, cut))
     far = (without - with_far > FAR_NATS) & (at >= half - 1)
-    own = None
-    if config.generated_kv == "own":
-        own = real & (at >= half - config.exact_tail)
-    return dataclasses.replace(batch, loss_mask=batch.loss_mask * far, own=own)
+    found = dataclasses.replace(batch, loss_mask=batch.loss_mask * far, own=None)
+    return mark_own(config, found)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def mark_own(config: Config, batch: Batch) -> Batch:
+    """The batch with `own` as `only_far` marks it, if tokens of `config` keep their own keys and
+    values; as it is otherwise."""
+    if config.generated_kv != "own":
+        return batch
+    length = batch.tokens.shape[1]
+    late = jnp.arange(length) >= length // 2 - config.exact_tail
+    return dataclasses.replace(batch, own=(batch.segment_ids > 0) & late)
 
 
 def _nll(config: Config, attention: Attention, llama: Llama, batch: Batch) -> Float[Array, "B T"]:

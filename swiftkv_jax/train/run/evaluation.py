@@ -24,7 +24,7 @@ from ...model.sharding import batch_sharding, to_host
 from ..data.loader import DatasetMixture, first_batches
 from ..data.loader import batches as shuffled_batches
 from ..loss.distill import Sums
-from ..loss.far_tokens import only_far
+from ..loss.far_tokens import mark_own, only_far
 from ..loss.quality import (
     MIN_FAR_TOKENS,
     FarLoss,
@@ -91,7 +91,9 @@ def load_held_out(
     attention = Attention(mesh, options.attention, options.shard_sequence)
     far = []
     for batch in track(whole, "finding far tokens", len(batches)):
-        far.append(only_far(ungrouped(config), attention, llama, batch))
+        # The teacher's program is that of all cuts: what students keep is marked after it.
+        found = only_far(ungrouped(boundary), attention, llama, batch)
+        far.append(mark_own(config, found))
         jax.block_until_ready(far[-1])
     return HeldOut(batches, far)
 
