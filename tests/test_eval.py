@@ -127,12 +127,11 @@ def test_a_text_that_is_too_long_loses_its_beginning_with_one_warning(
         len(tokens) > LONGEST
         and found[0] == found[2] == near(reference(tokens[-LONGEST:], LONGEST - after))[0]
     )
-    assert caplog.messages == [
+    score(model, ("for", " word"))
+    assert [one.getMessage() for one in caplog.records if one.levelname == "WARNING"] == [
         f"2 of 3 prompts do not fit into {LONGEST} tokens and lost their beginning: "
         f"raise `max_model_len`"
     ]
-    score(model, ("for", " word"))
-    assert len(caplog.messages) == 1
 
 
 def test_choices_share_their_context(engine, model):

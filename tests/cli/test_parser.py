@@ -44,7 +44,6 @@ UNKNOWN = [
     ("convert inspect x --stp 3", "unknown flag --stp: did you mean --step?"),
     ("train calibrate --batch-sizes 2", "unknown flag --batch-sizes: did you mean --batch-size?"),
     ("check-kernels --jsno x", "unknown flag --jsno: did you mean --json?"),
-    ("eval --taks x", "unknown flag --taks: did you mean --tasks?"),
 ]
 VALUES = [
     ("infer --dtype bfloat", "argument --dtype: .*: did you mean bfloat16\\?"),
