@@ -119,8 +119,9 @@ def prog(command: str | None = None) -> str:
 
 
 def as_called(text: str) -> str:
-    """`text` with every `python -m swiftkv_jax.COMMAND` spelled as this program was called."""
-    return re.sub(r"python -m swiftkv_jax\.(\w+)", lambda found: prog(found[1]), text)
+    """`text` with every `python -m swiftkv_jax.COMMAND`, and `python -m swiftkv_jax` before a
+    command, spelled as this program was called."""
+    return re.sub(r"python -m swiftkv_jax(?:\.(\w+))?", lambda found: prog(found[1]), text)
 
 
 def with_flags(message: str, parser: argparse.ArgumentParser | None) -> str:

@@ -68,8 +68,9 @@ def overview() -> str:
 
 def parser(command: str) -> argparse.ArgumentParser:
     module = importlib.import_module(f".{COMMANDS[command].arguments}", __package__)
+    called = cli.prog() if command == "serve" else cli.prog("infer")
     result = cli.ArgumentParser(
-        prog=f"{cli.prog('infer')} {command}",
+        prog=f"{called} {command}",
         description=cli.as_called(module.__doc__ or ""),
         elsewhere=COMMANDS[command].elsewhere,
     )

@@ -1,6 +1,6 @@
-"""`python -m swiftkv_jax.infer serve`: an OpenAI-compatible server.
+"""`python -m swiftkv_jax serve`: an OpenAI-compatible server.
 
-    python -m swiftkv_jax.infer serve --model runs/8b/model
+    python -m swiftkv_jax serve --model runs/8b/model
     curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
         -d '{"prompt": "Once upon a time", "max_tokens": 32}'
 

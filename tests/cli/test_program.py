@@ -54,14 +54,19 @@ def test_a_command_gets_its_arguments(capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "usage"),
-    [("swiftkv", "usage: swiftkv infer score"), ("x", "usage: python -m swiftkv_jax.infer score")],
+    ("name", "command", "called"),
+    [
+        ("swiftkv", "infer score", "swiftkv infer score"),
+        ("x", "infer score", "python -m swiftkv_jax.infer score"),
+        ("swiftkv", "serve", "swiftkv serve"),
+    ],
 )
-def test_help_names_the_program_as_it_was_called(name, usage, capsys, monkeypatch):
+def test_help_names_the_program_as_it_was_called(name, command, called, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", [f"/usr/bin/{name}"])
     with pytest.raises(SystemExit):
-        main(["infer", "score", "--help"])
-    assert capsys.readouterr().out.startswith(usage)
+        main([*command.split(), "--help"])
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"usage: {called}") and f"\n`{called}`: " in printed
 
 
 def test_the_console_script_is_this(monkeypatch):
