@@ -1,6 +1,7 @@
 """Real models: text and documents that are measured on, what models write, the command, the
 table."""
 
+import argparse
 import copy
 import dataclasses
 import json
@@ -263,6 +264,21 @@ def test_the_time_may_end_outside_training():
             threading.Event().wait(60)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(
+    ("data", "share", "expected"),
+    [
+        (["text"], 0.5, ("text:0.5", "examples:0.5")),
+        (["a:1", "b:9"], 0.5, ("a:0.05", "b:0.45", "examples:0.5")),
+        (["a:3", "b:1"], 0.0, ("a:3.0", "b:1.0")),
+    ],
+)
+def test_shares_of_training_text(data, share, expected, tmp_path):
+    """Weights that are all 1 would mean the numbers of rows."""
+    (tmp_path / "held-out.jsonl").touch()
+    args = argparse.Namespace(folder=tmp_path, data=data, restated="examples", restated_share=share)
+    assert distill_real.training_data(args, distill_real.PLANS["tiny"], None) == expected
 
 
 def test_plans():

@@ -172,6 +172,22 @@ def test_three_quarters_are_taken_where_there_is_no_recommendation(recipe, analy
     assert not recipe.output_dir.exists()
 
 
+@pytest.mark.parametrize(
+    ("layers", "named", "kept"),
+    [
+        (28, {}, 21),
+        (28, {"key_value_group_size": 2}, 20),
+        (28, {"prompt_attention_layers": 10}, 17),
+        (3, {}, 2),
+        (2, {}, 1),
+        (1, {}, None),
+    ],
+)
+def test_three_quarters_or_less_go_with_what_is_named(layers, named, kept, recipe):
+    config = dataclasses.replace(CONFIG, num_layers=layers, num_key_value_layers=layers)
+    assert chosen_cut.fallback(dataclasses.replace(recipe, **named), config) == kept
+
+
 @pytest.mark.parametrize("budget", [Budget(), Budget(0.001, 0.1)])
 def test_three_quarters_are_taken_where_far_tokens_are_too_few(budget, recipe, analyses, log):
     """By perplexity alone a cut that loses much may be recommended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from ...process.distributed import is_main_process
 from ..loss.quality import MIN_FAR_TOKENS
 from ..run.output_folder import prepare_folder, removed_if_empty
 from ..run.progress import peak_flops
+from ..run.setup import cut_model
 from ..run_options import RunOptions
 from .analyze import (
     ANALYSIS_TOKENS_PER_DIMENSION,
@@ -76,17 +78,29 @@ def with_cut[T: RunOptions](recipe: T, source: Source, mesh: Mesh) -> T:
     try:
         chosen = _recommendation(recipe, source.config, mesh)
     except _NotRecommendedError as reason:
-        kept = fallback(source.config)
-        logger.warning("%d of %d layers keep their own keys and values: %s", *kept, reason)
-        return filled_cut(recipe, {"num_key_value_layers": kept[0]})
+        kept = fallback(recipe, source.config)
+        if kept is None:
+            return recipe  # which is refused
+        layers = source.config.num_layers
+        logger.warning("%d of %d layers keep their own keys and values: %s", kept, layers, reason)
+        return filled_cut(recipe, {"num_key_value_layers": kept})
     return with_recommendation(recipe, source.config, chosen)
 
 
-def fallback(config: Config) -> tuple[int, int]:
-    """(layers that keep their keys and values where nothing is recommended, all layers): three
-    quarters. With 23 of 30 layers SmolLM2-135M recalls as its teacher in closed form; with half it
-    recalls next to nothing."""
-    return -(-3 * config.num_layers // 4), config.num_layers
+def fallback(recipe: RunOptions, config: Config) -> int | None:
+    """Layers that keep their keys and values where nothing is recommended: three quarters, or the
+    most below that go with what the recipe names of the cut; None if none do.
+
+    With 23 of 30 layers SmolLM2-135M recalls as its teacher in closed form; with half it recalls
+    next to nothing.
+    """
+    for kept in range(min(-(-3 * config.num_layers // 4), config.num_layers - 1), 0, -1):
+        try:
+            cut_model(dataclasses.replace(recipe, num_key_value_layers=kept), config)
+        except UsageError:
+            continue
+        return kept
+    return None
 
 
 class _NotRecommendedError(Exception):
