@@ -8,6 +8,7 @@ import json
 import shutil
 import signal
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -278,7 +279,8 @@ def test_shares_of_training_text(data, share, expected, tmp_path):
     """Weights that are all 1 would mean the numbers of rows."""
     (tmp_path / "held-out.jsonl").touch()
     args = argparse.Namespace(folder=tmp_path, data=data, restated="examples", restated_share=share)
-    assert distill_real.training_data(args, distill_real.PLANS["tiny"], None) == expected
+    unused: Any = None
+    assert distill_real.training_data(args, distill_real.PLANS["tiny"], unused) == expected
 
 
 def test_plans():
