@@ -17,12 +17,15 @@ from safetensors.numpy import load_file
 
 import swiftkv_jax as skv
 from swiftkv_jax import demo
+from swiftkv_jax.checkpoints import source
 from swiftkv_jax.checkpoints.speculators import read_speculator
+from swiftkv_jax.checkpoints.training_run import open_run
 from swiftkv_jax.model.batch import unpacked_batch
 from swiftkv_jax.model.layers import norm
 from swiftkv_jax.model.speculator import draft_tokens
 from swiftkv_jax.model.transformer import student
 from swiftkv_jax.train.__main__ import main
+from swiftkv_jax.train.run import speculator
 
 TEXT = (
     "def f(x):\n    return x + 1\n\n\nclass A:\n    def g(self, y):\n        return [self, y]\n\n"
@@ -80,21 +83,37 @@ def test_the_loss_falls_and_the_result_is_exported(uninterrupted):
     assert json.loads((uninterrupted / "recipe.json").read_text())["max_steps"] == STEPS
 
 
-def test_a_finished_run_gets_a_speculator(data, uninterrupted, tmp_path):
+def test_a_finished_run_gets_a_speculator(data, uninterrupted, tmp_path, monkeypatch):
     """It drafts from the state of a token and the next one what the student chooses after them, as
-    often as the run says."""
+    often as the run says. The student is the best one, if that was exported; rows of later steps
+    are kept; and no more rows run at once than fitted in training."""
     output = tmp_path / "run"
     shutil.copytree(uninterrupted, output)
-    flags = {"speculator": 2, "speculator-steps": 60, "eval-data": data}
+    recipe = json.loads((output / "recipe.json").read_text())
+    (output / "recipe.json").write_text(json.dumps(recipe | {"load_best_model_at_end": True}))
+    with (output / "metrics.jsonl").open("a") as file:
+        for step, loss in ((9, 1.0), (STEPS, 2.0)):
+            file.write(json.dumps({"step": step, "eval_loss": loss}) + "\n")
+    states_of, num_rows = speculator.student_states, set()
+
+    def student_states(config, attention, llama, delta, batch):
+        num_rows.add(len(batch.tokens))
+        return states_of(config, attention, llama, delta, batch)
+
+    monkeypatch.setattr(speculator, "student_states", student_states)
+    flags = {"speculator": 2, "speculator-steps": 60, "gradient-accumulation-steps": 2}
+    flags["eval-data"] = data
     assert main(arguments(data, output, **flags)) == 0
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     shares = [rows[-1][f"eval_speculator_accepted_{place}"] for place in (1, 2)]
-    assert rows[-1]["step"] == STEPS and shares[0] >= shares[1] > 0.5
+    assert rows[-1]["step"] == 9 and shares[0] >= shares[1] > 0.5
     assert [row[0] for row in losses(output)] == list(range(1, STEPS + 1))
+    assert num_rows == {2}
     head = read_speculator(output / "speculator", np.float32)
-    model = skv.load(output / "model", dtype="float32")
-    assert model.tokenizer is not None and model.swiftkv is not None
-    ids = model.tokenizer.encode(TEXT)
+    tokenizer = skv.load(output / "model").tokenizer
+    model = source.load(open_run(output, 9), dtype="float32")
+    assert tokenizer is not None and model.swiftkv is not None
+    ids = tokenizer.encode(TEXT)
     tokens = jnp.array(ids[: len(ids) // 32 * 32]).reshape(-1, 32)
     hidden = student(model.config, model.llama, model.swiftkv, unpacked_batch(tokens))
     hidden = norm(model.config, hidden, model.llama.final_norm)

@@ -14,8 +14,9 @@ import optax
 from jax.sharding import Mesh
 
 from ...checkpoints import save_hf
+from ...checkpoints.auxiliary import read_json
 from ...checkpoints.source import Source
-from ...checkpoints.training_run import EXPORT, SPECULATOR, run_steps
+from ...checkpoints.training_run import EXPORT, RECIPE, SPECULATOR, run_steps
 from ...errors import UsageError
 from ...kernel_check import training_configs
 from ...model.attention import Attention
@@ -39,7 +40,7 @@ from .evaluation import (
     log_loss,
     noted,
 )
-from .metrics import EVAL_LOSS, MetricsRecorder
+from .metrics import EVAL_LOSS, METRICS, MetricsRecorder, held_out_losses
 from .open_run import OpenRun, open_run
 from .profiling import ProfileWindow
 from .progress import PeakFlops, Progress, peak_flops
@@ -118,8 +119,13 @@ def run(recipe: Recipe) -> RunResult:
             logger.info(
                 "finished after step %d before: the model is in %s", int(state.step), exported
             )
-            model = dataclasses.replace(model, swiftkv=state.delta)
-            _train_speculator(opened, recipe, model, int(state.step))
+            if _lacks_speculator(recipe):
+                # As the export was made, whatever the recipe says now.
+                if read_json(recipe.output_dir / RECIPE).get("load_best_model_at_end"):
+                    losses = held_out_losses(recipe.output_dir / METRICS, int(state.step))
+                    checkpoints.add_scores(losses)
+                    state = _best_state(checkpoints, state, shapes, shardings)
+                _train_speculator(opened, model, state)
             return RunResult(exported)
         if state is None:
             assert model.swiftkv is not None
@@ -141,10 +147,11 @@ def run(recipe: Recipe) -> RunResult:
                 "stopped after step %d of %d; the same command continues", int(state.step), steps
             )
             return RunResult(None, stop)
-        best = checkpoints.best_step() if recipe.load_best_model_at_end else None
-        if best not in (None, int(state.step)):
-            logger.info("exporting step %d, which had the lowest held-out loss", best)
-            state = checkpoints.load(best, shapes, shardings)
+        if recipe.load_best_model_at_end:
+            last = int(state.step)
+            state = _best_state(checkpoints, state, shapes, shardings)
+            if (best := int(state.step)) != last:
+                logger.info("exporting step %d, which had the lowest held-out loss", best)
 
     files = model.auxiliary_files
     if is_main_process():  # which writes them
@@ -160,15 +167,31 @@ def run(recipe: Recipe) -> RunResult:
     logger.info(
         "finished after step %d of %d: the model is in %s", int(state.step), steps, exported
     )
-    model = dataclasses.replace(model, swiftkv=state.delta)
-    _train_speculator(opened, recipe, model, int(state.step))
+    if _lacks_speculator(recipe):
+        _train_speculator(opened, model, state)
     return RunResult(exported)
 
 
-def _train_speculator(opened: OpenRun, recipe: Recipe, model: Model, step: int) -> None:
-    """Train the speculator that the recipe asks for, unless the output folder has one."""
-    if recipe.speculator is not None and not (recipe.output_dir / SPECULATOR).exists():
-        train_speculator(recipe, model, opened.data, opened.eval_data, opened.mesh, step)
+def _best_state(
+    checkpoints: RunCheckpoints, state: TrainState, shapes: TrainState, shardings: TrainState
+) -> TrainState:
+    """The saved state with the lowest held-out loss; `state`, the last one, if none has a loss."""
+    best = checkpoints.best_step()
+    if best in (None, int(state.step)):
+        return state
+    return checkpoints.load(best, shapes, shardings)
+
+
+def _lacks_speculator(recipe: Recipe) -> bool:
+    """Whether the recipe asks for a speculator that the output folder does not have."""
+    return recipe.speculator is not None and not (recipe.output_dir / SPECULATOR).exists()
+
+
+def _train_speculator(opened: OpenRun[Recipe], model: Model, state: TrainState) -> None:
+    model = dataclasses.replace(model, swiftkv=state.delta)
+    train_speculator(
+        opened.options, model, opened.data, opened.eval_data, opened.mesh, int(state.step)
+    )
 
 
 def check_run(recipe: Recipe, source: Source, config: Config) -> None:

@@ -45,12 +45,12 @@ class MetricsLog:
     """The rows of a run, in every place named in `report_to`. Only process 0 of several writes.
 
     A resumed run continues after `first_step`: rows of later steps by an earlier attempt are
-    removed, so that there is one row for each step.
+    removed, so that there is one row for each step. None keeps every row.
 
     Rows may hold device scalars; writing such a row waits for them.
     """
 
-    def __init__(self, folder: Path, *, first_step: int, report_to: Sequence[str]):
+    def __init__(self, folder: Path, *, first_step: int | None, report_to: Sequence[str]):
         self._sinks: list[_JsonLines | _TensorBoard | _WeightsAndBiases] = []
         if is_main_process():
             self._sinks.append(_JsonLines(folder / METRICS, first_step))
@@ -103,7 +103,7 @@ class _JsonLines:
     """Keeps the rows up to the step that a resumed run starts from, with the evaluation of that
     step if it was made before the step was saved."""
 
-    def __init__(self, path: Path, first_step: int):
+    def __init__(self, path: Path, first_step: int | None):
         kept = []
         if path.exists():
             kept = [line for line, row in _complete_rows(path) if _is_kept(row, first_step)]
@@ -118,16 +118,16 @@ class _JsonLines:
         self._file.close()
 
 
-def _is_kept(row: dict[str, Any], first_step: int) -> bool:
-    return 0 < first_step and row["step"] <= first_step
+def _is_kept(row: dict[str, Any], first_step: int | None) -> bool:
+    return first_step is None or 0 < first_step and row["step"] <= first_step
 
 
 class _TensorBoard:
     """Event files in one folder, one for each start of the run. In older files TensorBoard skips
     the steps after `purge_step`."""
 
-    def __init__(self, folder: Path, first_step: int):
-        purge_step = first_step + 1 if first_step else 0
+    def __init__(self, folder: Path, first_step: int | None):
+        purge_step = first_step + 1 if first_step else first_step
         suffix = f".{first_step}"  # two attempts in one second would otherwise share a file
         self._writer = report_package("tensorboard").SummaryWriter(
             str(folder), purge_step=purge_step, filename_suffix=suffix
@@ -202,7 +202,7 @@ class MetricsRecorder:
         self._newest_saved = newest_saved
         self._rate = learning_rate(recipe, steps)
         self._unread: _UnreadStep | None = None
-        self.held_out_losses = _held_out_losses(recipe.output_dir / METRICS, first_step)
+        self.held_out_losses = held_out_losses(recipe.output_dir / METRICS, first_step)
         """Step -> loss of every evaluation so far, those before a restart included."""
         self._log = MetricsLog(recipe.output_dir, first_step=first_step, report_to=recipe.report_to)
 
@@ -272,7 +272,8 @@ def _in_words(name: str) -> str:
     return words.get(name, name.removeprefix("eval_").replace("_", " "))
 
 
-def _held_out_losses(path: Path, first_step: int) -> dict[int, float]:
+def held_out_losses(path: Path, first_step: int) -> dict[int, float]:
+    """Step -> held-out loss, of the rows that a run keeps which continues after `first_step`."""
     if not path.exists():
         return {}
     return {

@@ -28,7 +28,7 @@ from ...model.config import Config
 from ...model.layers import norm, unembed
 from ...model.model import Model
 from ...model.params import Llama, SwiftKV
-from ...model.sharding import batch_sharding, constrain_activations, replicated, to_host
+from ...model.sharding import constrain_activations, replicated, to_host
 from ...model.speculator import (
     Speculator,
     advance,
@@ -47,6 +47,7 @@ from .evaluation import held_out_batches
 from .metrics import MetricsLog
 from .progress import track
 from .setup import own_tail
+from .step import micro_batch_sharding, sum_of_micro_batches
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +74,8 @@ def train_speculator(
     mesh: Mesh,
     step: int,
 ) -> None:
-    """Train a speculator for a student and write it into the output folder; `step` is the last of
-    the run. With several processes, all of them call this."""
+    """Train a speculator for the student of a finished run and write it into the output folder.
+    `step` is the step that the student is of. With several processes, all of them call this."""
     assert model.swiftkv is not None and recipe.speculator is not None
     model = dataclasses.replace(model, swiftkv=cast(model.swiftkv, model.dtype))
     config = SpeculatorConfig(
@@ -95,7 +96,7 @@ def train_speculator(
             "  ".join(f"{share:.3f}" for share in shares),
             1 + sum(shares),
         )
-        log = MetricsLog(recipe.output_dir, first_step=step, report_to=recipe.report_to)
+        log = MetricsLog(recipe.output_dir, first_step=None, report_to=recipe.report_to)
         with contextlib.closing(log):
             named = {ACCEPTED.format(place): share for place, share in enumerate(shares, 1)}
             log.write({"step": step} | named)
@@ -119,16 +120,21 @@ def _fit(
     sums_of = functools.partial(_sums_of_student, recipe, model.config, mesh)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def train_step(speculator, opt_state, llama, delta, batch):
-        def loss(speculator):
+    def train_step(speculator, opt_state, llama, delta, micro_batches):
+        def loss(speculator, batch):
             sums = sums_of(cast(speculator, model.dtype), llama, delta, batch)
-            return sums.loss / jnp.maximum(sums.places[0], 1), sums
+            return sums.loss, sums
 
-        gradient, sums = jax.grad(loss, has_aux=True)(speculator)
+        gradient_and_sums = functools.partial(jax.grad(loss, has_aux=True), speculator)
+        gradient, sums = sum_of_micro_batches(gradient_and_sums, micro_batches)
+        places = jnp.maximum(sums.places[0], 1)
+        gradient = jax.tree.map(lambda leaf: leaf / places, gradient)
         updates, opt_state = optimizer.update(gradient, opt_state, speculator)
         return optax.apply_updates(speculator, updates), opt_state, sums
 
-    sharder = BatchSharder(batch_sharding(mesh), (recipe.batch_size,))
+    sharder = BatchSharder(
+        micro_batch_sharding(mesh), (recipe.gradient_accumulation_steps, recipe.micro_batch_size)
+    )
     reading = batches(
         data,
         recipe.batch_size,
@@ -140,9 +146,9 @@ def _fit(
     )
     with contextlib.closing(reading):
         for number, local in enumerate(track(reading, "training the speculator", steps), 1):
-            batch = sharder.shard(local.batch)
+            micro_batches = sharder.shard(local.batch)
             speculator, opt_state, sums = train_step(
-                speculator, opt_state, model.llama, model.swiftkv, batch
+                speculator, opt_state, model.llama, model.swiftkv, micro_batches
             )
             if number % max(1, steps // 10) == 0:
                 loss = float(sums.loss) / max(1.0, float(sums.places[0]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -131,18 +132,8 @@ def make_train_step(
                 sums,
             )
 
-        gradient_and_sums = jax.grad(loss, has_aux=True)
-
-        def add_micro_batch(totals, batch):
-            return jax.tree.map(jnp.add, totals, gradient_and_sums(delta, batch)), None
-
-        first = jax.tree.map(lambda field: field[0], micro_batches)
-        if recipe.gradient_accumulation_steps == 1:
-            gradient, sums = gradient_and_sums(delta, first)
-        else:
-            shapes = jax.eval_shape(gradient_and_sums, delta, first)
-            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-            (gradient, sums), _ = jax.lax.scan(add_micro_batch, zeros, micro_batches)
+        gradient_and_sums = functools.partial(jax.grad(loss, has_aux=True), delta)
+        gradient, sums = sum_of_micro_batches(gradient_and_sums, micro_batches)
         metrics = sums.means(objective.average)
         metrics["loss"] = metrics["logits_loss"] + objective.hidden_weight * metrics["hidden_loss"]
         metrics["grad_norm"] = optax.tree.norm(gradient)
@@ -163,6 +154,20 @@ def make_train_step(
         ),
         out_shardings=(state, replicated(mesh)),
     )
+
+
+def sum_of_micro_batches[T](function: Callable[[Batch], T], micro_batches: Batch) -> T:
+    """The sum of what `function` returns for each micro-batch of fields A B T, run one by one."""
+    first = jax.tree.map(lambda field: field[0], micro_batches)
+    if len(micro_batches.tokens) == 1:
+        return function(first)
+    shapes = jax.eval_shape(function, first)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+    def add_micro_batch(totals: T, batch: Batch) -> tuple[T, None]:
+        return jax.tree.map(jnp.add, totals, function(batch)), None
+
+    return jax.lax.scan(add_micro_batch, zeros, micro_batches)[0]
 
 
 def micro_batch_sharding(mesh: Mesh) -> NamedSharding:
