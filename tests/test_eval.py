@@ -311,11 +311,18 @@ def test_flags_that_are_not_ours_go_to_the_harness():
 
 
 def test_the_authors_tasks():
-    runs = EvalOptions(paper=True).runs(["--limit", "3"])
+    runs = EvalOptions(paper=True).runs(["--limit", "5"])  # as many as the examples of winogrande
     assert len(runs) == len({run[1] for run in runs}) == 7
-    assert all("max_gen_toks=1024" in run and run[-2:] == ["--limit", "3"] for run in runs)
-    with pytest.raises(UsageError, match="--tasks does not go with `paper`"):
-        EvalOptions(paper=True).runs(["--tasks", "a"])
+    assert all("max_gen_toks=1024" in run and run[-2:] == ["--limit", "5"] for run in runs)
+
+
+@pytest.mark.parametrize(
+    "flag", ["--tasks a", "--tasks=a", "-t a", "--num-fewshot=3", "--gen_kwargs b=1"]
+)
+def test_the_authors_tasks_keep_their_settings(flag):
+    shown = flag.split()[0].replace("-few", "_few")
+    with pytest.raises(UsageError, match=f"^{shown} does not go with `paper`"):
+        EvalOptions(paper=True).runs(flag.split())
 
 
 def test_without_the_harness_the_extra_is_named(monkeypatch, capsys):

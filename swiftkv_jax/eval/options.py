@@ -59,6 +59,8 @@ class EvalOptions:
         if not self.paper:
             return [given]
         runs = [[*one.split(), "--gen_kwargs", "max_gen_toks=1024"] for one in PAPER]
-        if clash := next((flag for flag in given for run in runs if flag in run), None):
+        fixed = {flag for run in runs for flag in run if flag.startswith("--")}
+        fixed |= {"-t", "-f"}  # --tasks and --num_fewshot
+        if clash := next((flag for flag in given if flag.partition("=")[0] in fixed), None):
             raise UsageError(f"{clash} does not go with `paper`, which has settings of its own")
         return [[*run, *given] for run in runs]

@@ -204,6 +204,7 @@ class HostTier:
         room for the loads of the next chunk then."""
         self._room = self.loads_per_chunk
         self._start_moves()
+        self.take_read(wait=False)  # the requests that they are for may be gone
         while self._unwritten and self._write(next(iter(self._unwritten))):
             self._unwritten.popitem(last=False)
 
@@ -232,8 +233,12 @@ class HostTier:
     def fetch(self, keys: Sequence[bytes]) -> set[bytes] | None:
         """Begin to read those pages of a prefix that are on disk alone; `keys` are all that the
         device has not. Those at the end for which there are no slots are left. Returns the keys of
-        the others, or None while pages of other prefixes that are being read have the slots."""
+        the others, or None while pages of other prefixes that are being read have the slots. None
+        is read while the disk has stalled: each would take the slot of a page that is here."""
         assert self.store is not None
+        self.take_read(wait=False)
+        if self._reading and not self._is_reading:
+            return set()
         room = len(self._free) + len(self._slot_of) - len(self._held)
         if room < len(keys) and self._is_reading:
             return None

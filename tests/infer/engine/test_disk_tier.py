@@ -9,7 +9,9 @@ import weakref
 import pytest
 
 from swiftkv_jax.errors import UsageError
+from swiftkv_jax.infer.engine import host_tier
 from swiftkv_jax.infer.engine.engine import Engine
+from swiftkv_jax.infer.engine.host_tier import HostTier
 from swiftkv_jax.infer.engine.page_store import PageStore
 from swiftkv_jax.infer.engine.request_state import RequestState, SequenceState
 from swiftkv_jax.infer.runner.build import build_model_runner
@@ -18,7 +20,8 @@ from swiftkv_jax.model.mesh import make_mesh
 from swiftkv_jax.serve.command import warm
 from tests.infer.engine.mock_requests import ask, check_empty, drain, prompt_of
 from tests.infer.engine.test_engine import collect, prompts_of, small
-from tests.infer.engine.test_page_store import files
+from tests.infer.engine.test_host_tier import Memory, pool_of
+from tests.infer.engine.test_page_store import KEYS, files, write
 from tests.infer.engine.test_scheduler import answers
 from tests.infer.engine.test_update_weights import model
 from tests.infer.mock_model_runner import continuation, mock_engine
@@ -95,12 +98,45 @@ def test_the_rate_of_prefill_is_not_that_of_the_disk(tmp_path):
     runner.host_pages.store.close()
 
 
+def test_what_nobody_waits_for_gives_its_slots_back(tmp_path):
+    """The request has gone: later ones find nothing on disk, or are decoding."""
+    pool, host, memory = pool_of(4, 4)
+    store = memory.host_pages.open(tmp_path)
+    write(store, 1, 2, 3, 4)
+    assert host.fetch(KEYS[1:5]) == {*KEYS[1:5]} and not host.save(KEYS[0], 0)
+    while store._read.qsize() < 4:
+        time.sleep(0.001)
+    pool.move_pages()
+    assert len(host) == 4 and host.save(KEYS[0], 0)
+    store.close()
+
+
+def test_a_disk_that_stalls_takes_no_more_slots(tmp_path, monkeypatch):
+    """Pages that are in host memory stay; what comes late is taken, and then more is read."""
+    memory = Memory()
+    store = memory.host_pages.open(tmp_path)
+    write(store, 1, 2)
+    host = HostTier(3, memory)
+    assert all(host.save(KEYS[number], number) for number in (10, 11, 12))
+    read = store.read
+    monkeypatch.setattr(store, "read", lambda key: None)
+    assert host.fetch([KEYS[1]]) == {KEYS[1]}
+    monkeypatch.setattr(host_tier, "STALLED_SECONDS", 0.0)
+    assert host.fetch([KEYS[2]]) == set() and len(host) == 2
+    monkeypatch.setattr(store, "read", read)
+    read(KEYS[1])
+    while not store._read.qsize():
+        time.sleep(0.001)
+    assert host.fetch([KEYS[2]]) == {KEYS[2]} and KEYS[1] in host
+    store.close()
+
+
 @pytest.mark.parametrize("window", [None, 21])
 @pytest.mark.parametrize("count", [300, pytest.param(50_000, marks=pytest.mark.long)])
-def test_at_random(tmp_path, count, window):
-    """Requests over the device, the host and a disk that is too small, with preemptions, samples,
-    aborts and restarts, 100,000 in all: the mock checks each page that is read, and no place for a
-    page is lost."""
+def test_at_random(tmp_path, monkeypatch, count, window):
+    """Requests over the device, the host and a disk that is too small and stalls, with preemptions,
+    samples, aborts and restarts, 100,000 in all: the mock checks each page that is read, and no
+    place for a page is lost."""
     rng = random.Random(count)
     prefixes = [prompt_of(number, rng.randint(8, 28)) for number in range(12)]
     seen, slots = collections.Counter[str](), 24
@@ -130,9 +166,14 @@ def test_at_random(tmp_path, count, window):
                 engine.step()
             assert runner.host_pages.slots.keys().isdisjoint(host._reading.values())
             assert len(runner.host_pages.slots) + len(host._reading) <= slots
-        drain(engine)
+        with monkeypatch.context() as stalled:  # nobody waits for what is read
+            stalled.setattr(host_tier, "STALLED_SECONDS", 0.0)
+            drain(engine)
         check_empty(engine)
-        assert len(host._free) + len(host._slot_of) + len(host._reading) == slots
+        while store._read.qsize() < len(host._reading):
+            time.sleep(0.001)
+        engine.step()
+        assert not host._reading and len(host._free) + len(host._slot_of) == slots
         assert not host._held and not host._loading and not host._moves
         if rng.random() < 0.5:
             engine.persist_prefix_cache(10)
