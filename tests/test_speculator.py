@@ -1,19 +1,33 @@
 """Speculators against float64 NumPy, written from the definition, on files in the published
 layouts with random weights."""
 
+import dataclasses
 import json
 import math
+import types
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from swiftkv_jax.checkpoints.speculators import read_speculator, write_speculator
-from swiftkv_jax.errors import CheckpointError, ConfigError
-from swiftkv_jax.model.speculator import advance, draft_tokens, first_state, speculator_logits
+from swiftkv_jax.errors import CheckpointError, ConfigError, DivergenceError
+from swiftkv_jax.model.batch import unpacked_batch
+from swiftkv_jax.model.mesh import make_mesh
+from swiftkv_jax.model.speculator import (
+    advance,
+    draft_tokens,
+    first_state,
+    speculator_logits,
+    speculator_shapes,
+)
+from swiftkv_jax.model.speculator_config import SpeculatorConfig
+from swiftkv_jax.train.recipe import DEMO
+from swiftkv_jax.train.run import speculator as training
 
 V, D, INNER, N = 61, 32, 24, 3
 ARCTIC = {
@@ -187,6 +201,37 @@ def test_a_written_speculator_is_read_again(tmp_path):
     for hidden, token in rows:
         drafts = draft_tokens(again, jnp.asarray(hidden[None]), jnp.array([token]), N)
         assert drafts[0].tolist() == oracle(ARCTIC, published(ARCTIC), hidden, token)[0]
+
+
+def test_a_head_of_one_token_has_matrices_of_a_second_step(tmp_path):
+    """In ArcticTraining's files, which do not use them. What is written has the fields that vLLM
+    wants as long as the drafts."""
+    fields = ARCTIC | {"n_predict": 1, "_name_or_path": "x", "base_model_arch": "llama"}
+    found = read_speculator(write(tmp_path / "head", fields, published(ARCTIC)), np.float32)
+    write_speculator(found, tmp_path / "again")
+    written = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert (written["n_candidates"], written["top_k_tokens_per_head"]) == (1, [1])
+    assert read_speculator(tmp_path / "again", np.float32).config == found.config
+
+
+def test_a_head_that_is_not_finite_is_not_returned(monkeypatch):
+    config = SpeculatorConfig("sum_lstm", 2, V, hidden_dim=D, inner_dim=INNER)
+    shapes = speculator_shapes(config, jnp.float32)
+    head = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), shapes)
+    model: Any = types.SimpleNamespace(config=None, dtype=jnp.float32, llama=None, swiftkv=None)
+    batch = jax.tree.map(np.asarray, unpacked_batch(jnp.zeros((2, 4), jnp.int32)))
+    local = types.SimpleNamespace(batch=batch)
+
+    def sums(recipe, config, mesh, speculator, *rest):
+        return training.Sums(jnp.nan * speculator.head[0].sum(), jnp.zeros(2), jnp.ones(2))
+
+    monkeypatch.setattr(training, "_sums_of_student", sums)
+    monkeypatch.setattr(training, "own_tail", lambda config: 0)
+    monkeypatch.setattr(training, "batches", lambda *args, **fields: (one for one in [local] * 3))
+    recipe = dataclasses.replace(DEMO, batch_size=2, speculator=2, speculator_steps=3)
+    data: Any = None
+    with pytest.raises(DivergenceError, match="speculator step 1: loss nan, and its weights"):
+        training._fit(recipe, head, model, data, make_mesh((1, 1)))
 
 
 @pytest.mark.parametrize(

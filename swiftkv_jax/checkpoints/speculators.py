@@ -31,10 +31,13 @@ WEIGHTS = "model.safetensors"
 _SIZES = ("n_predict", "vocab_size", "emb_dim", "inner_dim", "proj_dim", "input_hidden_dim")
 _FLAGS = ("tie_weights", "scale_input", "tie_lstm_embs")
 _UNREAD = (
-    "architectures auto_map base_model_archs base_model_name_or_path dtype model_type n_candidates "
-    "num_lookahead_tokens top_k_tokens_per_head torch_dtype transformers_version"
+    "_name_or_path architectures auto_map base_model_arch base_model_archs base_model_name_or_path "
+    "dtype model_type n_candidates num_lookahead_tokens top_k_tokens_per_head "
+    "top_k_tokesns_per_head torch_dtype transformers_version"
 ).split()
 _GATES = ("forget", "input", "output", "cell")
+_SECOND = {f"{gate}_proj.1.weight" for gate in _GATES}
+"""Matrices that ArcticTraining's LSTM has even if it drafts one token, without using them."""
 _PLACE = re.compile(r"(\w+)\.(\d+)\.(.+)")
 
 
@@ -49,6 +52,8 @@ def read_speculator(path: Path, dtype: Any) -> Speculator:
     for file in _weight_files(path):
         for tensor in read_header(file)[0]:
             name = layout.first_copy(tensor.name.removeprefix("speculator."), config)
+            if config.n_predict == 1 and name in _SECOND:
+                continue
             if name not in found:
                 found[name] = tensor
             elif not same_values(found[name], tensor):
@@ -76,6 +81,7 @@ def write_speculator(speculator: Speculator, path: Path) -> None:
     weights once. Nothing appears at `path` until all is written. Raises `UsageError` if it is not
     empty."""
     config = speculator.config
+    assert config.method == "sum_lstm" and config.tie_weights
     dim = str(config.inner_dim)
     fields = {
         "architectures": ["ArcticLSTMSpeculatorPreTrainedModel"],
@@ -83,6 +89,8 @@ def write_speculator(speculator: Speculator, path: Path) -> None:
         "method": config.method,
         "n_predict": config.n_predict,
         "num_lookahead_tokens": config.n_predict,
+        "n_candidates": config.n_predict,
+        "top_k_tokens_per_head": [1] * config.n_predict,  # vLLM refuses another length
         "vocab_size": config.vocab_size,
         "input_hidden_dim": config.hidden_dim,
         **{name: dim for name in ("inner_dim", "proj_dim", "emb_dim")},
@@ -150,6 +158,12 @@ class _Layout:
 _MLP = _Layout("emb", ("proj",), "ln", "")
 _RNN = dataclasses.replace(_MLP, inner=".0")
 _LSTM = _Layout("forget_emb", tuple(f"{gate}_proj" for gate in _GATES), "state_ln", "cell_ln")
+
+
+def read_speculator_config(path: Path) -> SpeculatorConfig:
+    """The architecture of the speculator in a folder, whose weights are not read. Raises
+    `CheckpointError` and `ConfigError`."""
+    return _read_config(path)[0]
 
 
 def _read_config(path: Path) -> tuple[SpeculatorConfig, _Layout]:

@@ -43,7 +43,7 @@ class Norm:
 
 @struct.dataclass
 class Speculator:
-    """Weights by the step that they are for; later steps have those of the last."""
+    """Weights of each step, in order. Steps beyond the last entry use that one again."""
 
     config: SpeculatorConfig = struct.field(pytree_node=False)
     embed: tuple[Any, ...]  # V I

@@ -21,9 +21,9 @@ class SpeculatorConfig:
     """Tokens that it was trained to draft."""
     vocab_size: int
     hidden_dim: int
-    """Entries of the model's hidden state (D)."""
+    """Width of the model's hidden state (D)."""
     inner_dim: int
-    """Entries of its own (I)."""
+    """Width of its own state (I)."""
     tie_weights: bool = True
     """Whether all steps share their weights, but for the first's matrix of the model's state."""
     scale_input: bool = False

@@ -28,6 +28,7 @@ from ..infer.engine.engine import Engine
 from ..infer.engine.options import EngineOptions
 from ..infer.engine.requests import Request
 from ..infer.engine.sampling_params import SamplingParams
+from ..infer.runner.build import check_speculator
 from ..infer.structured.structured_outputs import GrammarCompiler
 from ..model.model import Model
 from ..process.distributed import announces_several
@@ -104,6 +105,7 @@ def main(args: argparse.Namespace) -> int:
             modules[name] = local_path(path, weights=False)
         taken = options.served_model_name or (model_options.name,)
         check_lora_modules(modules, engine_options, source.config, taken)
+        check_speculator(engine_options.speculative, source.config)
         if not has_tokenizer(files):
             raise UsageError("this checkpoint has no tokenizer: a server needs one")
         if template is None and not has_chat_template(files.contents):

@@ -55,7 +55,8 @@ class DecodeCalls:
         """A running average of `ShadowDrafts.rate`."""
         has_speculator = speculative is not None and speculative.model is not None
         self._wide_tokens = FIRST_TOKENS if has_speculator else None
-        """The same of tokens in a wide step, with a speculator; else None."""
+        """A running average of the tokens that a wide step emits; None without a speculator."""
+        self._looks_up = speculative is None or speculative.enable_suffix_decoding
 
     @property
     def steps(self) -> int:
@@ -104,7 +105,7 @@ class DecodeCalls:
 
     def _tokens_of_step(self, sequence: SequenceState, width: int) -> float:
         """Tokens that a step of `width` may be expected to emit of a sequence that drafts."""
-        tokens = self._shadow(sequence).tokens_of_step(width)
+        tokens = self._shadow(sequence).tokens_of_step(width if self._looks_up else 1)
         return tokens if self._wide_tokens is None else max(tokens, self._wide_tokens)
 
     def _pays(self, tokens: float, sequences: Sequence[SequenceState], rows: int) -> bool:
@@ -127,12 +128,12 @@ class DecodeCalls:
         return (width, drafts) if pays else (1, none)
 
     def _draft(self, sequence: SequenceState, most: int) -> HostDraft:
-        """Tokens that the grammar forces, and then those that the text suggests."""
+        """Tokens that the grammar forces, and then those that the text suggests, if it may."""
         if sequence.matcher is None or not sequence.has_drafts:
             return HostDraft()
         most = min(most, sequence.num_remaining_tokens - 1)
         forced, shadow = sequence.matcher.forced()[:most], self._shadow(sequence)
-        places = shadow.draft(forced, most - len(forced))
+        places = shadow.draft(forced, most - len(forced) if self._looks_up else 0)
         nowhere = [self._shapes.history_size] * len(forced)
         expected = len(forced) + shadow.tokens_of_step(1 + len(places))
         return HostDraft([*forced, *shadow.tokens_at(places)], [*nowhere, *places], expected)
@@ -155,9 +156,11 @@ class DecodeCalls:
             if emitted := [one for one in step if one >= 0]:
                 shadow.add(emitted, width)
                 self._rate += AVERAGE_WEIGHT * (shadow.rate - self._rate)
-                if self._wide_tokens is not None and width > 1:
+                if self._wide_tokens is None or sequence.matcher is not None:
+                    continue  # a grammar's steps tell nothing of a speculator
+                if width > 1:
                     self._wide_tokens += AVERAGE_WEIGHT * (len(emitted) - self._wide_tokens)
-                elif self._wide_tokens is not None:
+                else:
                     self._wide_tokens += FORGETTING * (FIRST_TOKENS - self._wide_tokens)
 
 

@@ -18,10 +18,9 @@ from ...model.cache import cache_dtype
 from ...model.config import Config
 from ...model.mesh import check_mesh, dp_size, mesh_of
 from ...model.model import Model, check_model
-from ...model.speculator import Speculator
 from ...pallas_kernels import Implementation
 from ...plan.hardware import hardware_of
-from ..engine.options import EngineOptions
+from ..engine.options import EngineOptions, SpeculativeConfig
 from ..engine.shapes import Shapes
 from .adapters import check_adapters, init_adapters
 from .choose_shapes import RIDGE_TOKENS, choose_shapes, with_contexts
@@ -74,6 +73,7 @@ def build_model_runner(
         _check_int8(model)
     if options.enable_lora:
         check_adapters(model.config, served, mesh)
+    check_speculator(options.speculative, served)
     dtype = cache_dtype(options.kv_cache_dtype, model.dtype)
     # All arrays are committed to their devices from the start, because a program compiled for
     # uncommitted arrays is a different one.
@@ -104,7 +104,10 @@ def build_model_runner(
         adapters = init_adapters(served, options, model.dtype, layout.replicated)
         weights = dataclasses.replace(weights, adapters=adapters)
     if options.speculative is not None and options.speculative.model is not None:
-        speculator = load_speculator(options.speculative.model, served, model.dtype)
+        from ...checkpoints.hub import local_path
+        from ...checkpoints.speculators import read_speculator
+
+        speculator = read_speculator(local_path(options.speculative.model), model.dtype)
         speculator = jax.device_put(speculator, layout.replicated)
         weights = dataclasses.replace(weights, speculator=speculator)
     # A caller that donates drops the model, also what was moved to a mesh and not deleted.
@@ -147,24 +150,25 @@ def build_model_runner(
     )
 
 
-def load_speculator(path: str, config: Config, dtype: Any) -> Speculator:
-    """The speculator in a folder or on the Hub, in NumPy. Raises `UsageError` unless it is for
-    models of this vocabulary and width."""
+def check_speculator(speculative: SpeculativeConfig | None, config: Config) -> None:
+    """Raise `UsageError`, `CheckpointError` or `ConfigError` for a speculator that models of this
+    architecture cannot be served with. Its weights are not read."""
     from ...checkpoints.hub import local_path
-    from ...checkpoints.speculators import read_speculator
+    from ...checkpoints.speculators import read_speculator_config
 
-    speculator = read_speculator(local_path(path), dtype)
-    found = speculator.config
+    if speculative is None or speculative.model is None:
+        return
+    path = speculative.model
+    found = read_speculator_config(local_path(path, weights=False))
     for name, value, wanted in (
         ("vocab_size", found.vocab_size, config.vocab_size),
-        ("input_hidden_dim", found.hidden_dim, config.embed_dim),
+        ("hidden_size", found.hidden_dim, config.embed_dim),
     ):
         if value != wanted:
             raise UsageError(
                 f"`speculative_config.model`={path}: its {name} is {value}, the model's {wanted}",
                 option="speculative_config",
             )
-    return speculator
 
 
 def _check_own_kv(model: Model, served: Config) -> None:

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from ...checkpoints.speculators import write_speculator
 from ...checkpoints.training_run import SPECULATOR
+from ...errors import DivergenceError
 from ...model.attention import Attention
 from ...model.batch import Batch
 from ...model.config import Config
@@ -92,7 +93,7 @@ def train_speculator(
     if eval_data is not None:
         shares = _accepted_shares(recipe, speculator, model, eval_data, mesh)
         logger.info(
-            "speculator: held-out drafts accepted %s; %.2f tokens a step",
+            "speculator: held-out drafts accepted %s; %.2f tokens a step along the text",
             "  ".join(f"{share:.3f}" for share in shares),
             1 + sum(shares),
         )
@@ -108,7 +109,8 @@ def train_speculator(
 def _fit(
     recipe: Recipe, speculator: Speculator, model: Model, data: DatasetMixture, mesh: Mesh
 ) -> Speculator:
-    """The speculator after the steps of the recipe. The one that is given is donated."""
+    """The speculator after the steps of the recipe. The one that is given is donated. Raises
+    `DivergenceError`."""
     steps, peak = recipe.speculator_steps, recipe.speculator_learning_rate
     warmup = max(1, round(WARMUP_SHARE * steps))
     rate = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(steps, warmup + 1))
@@ -150,8 +152,13 @@ def _fit(
             speculator, opt_state, sums = train_step(
                 speculator, opt_state, model.llama, model.swiftkv, micro_batches
             )
-            if number % max(1, steps // 10) == 0:
+            if number % max(1, steps // 10) == 0 or number == steps:
                 loss = float(sums.loss) / max(1.0, float(sums.places[0]))
+                if not jnp.isfinite(optax.tree.norm(speculator)):
+                    raise DivergenceError(
+                        f"speculator step {number}: loss {loss}, and its weights are not finite; "
+                        f"lower `speculator_learning_rate`={peak}"
+                    )
                 logger.info("speculator step %d: loss %.3f", number, loss)
     return speculator
 

@@ -14,7 +14,9 @@ from swiftkv_jax.infer.engine.requests import Request
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.infer.engine.shadow_drafts import ShadowDrafts, lookup_text
 from swiftkv_jax.infer.engine.shapes import DecodeCall, Shapes
+from swiftkv_jax.infer.engine.speculation import FIRST_TOKENS
 from swiftkv_jax.infer.runner import wide_costs
+from tests.infer.engine.test_grammar import Among, Digits
 from tests.infer.engine.test_speculation import (
     MODES,
     answers,
@@ -74,10 +76,29 @@ def test_a_speculator_that_is_wrong_is_tried_again_later():
     assert 5 < tried < 30 and calls._wide_tokens < 1.05 * 1.5
     calls.add_tokens(sequence := one_with_shadow(), np.arange(2000) % 61, 1)
     assert sequence.shadow.rate > 0.9 and calls._wide_tokens > 2
+    before, sequence.matcher = calls._wide_tokens, Digits(9)
+    calls.add_tokens(sequence, np.arange(200) % 61, 1)
+    assert calls._wide_tokens == before, "a grammar's steps tell nothing of a speculator"
 
 
 def one_with_shadow() -> Any:
-    return types.SimpleNamespace(shadow=shadow_of([*range(61), 0, 1]))
+    return types.SimpleNamespace(shadow=shadow_of([*range(61), 0, 1]), matcher=None)
+
+
+@pytest.mark.parametrize("looks_up", [True, False])
+def test_drafts_come_from_a_text_only_where_they_may(looks_up):
+    """With a grammar too; and a prediction raises no hopes where it cannot be drafted from."""
+    chosen = SpeculativeConfig(model="some", enable_suffix_decoding=looks_up)
+    engine, _ = mock_engine(structured_outputs=True, width=4, speculative=chosen)
+    params = SamplingParams(max_tokens=20)
+    engine.add_request(
+        Request([3, 4, 5, 3, 4], params, grammar=Among((3, 4, 5)), prediction=[5, 3, 4, 5, 3, 4])
+    )
+    engine.step()
+    (sequence,) = engine._scheduler.running.values()
+    calls = engine._calls
+    assert (calls._draft(sequence, 3).tokens == []) is not looks_up
+    assert (calls._tokens_of_step(sequence, 4) == FIRST_TOKENS) is not looks_up
 
 
 def test_calls_are_narrow_where_nothing_is_copied():

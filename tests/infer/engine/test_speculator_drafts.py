@@ -6,12 +6,12 @@ import json
 import numpy as np
 import pytest
 
-from swiftkv_jax.errors import ConfigError, UsageError
+from swiftkv_jax.errors import CheckpointError, ConfigError, UsageError
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import SpeculativeConfig, parse_speculative_config
 from swiftkv_jax.infer.engine.requests import Request
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
-from swiftkv_jax.infer.runner.build import load_speculator
+from swiftkv_jax.infer.runner.build import check_speculator
 from swiftkv_jax.model.mesh import make_mesh
 from tests import test_speculator as heads
 from tests.infer.engine.own_kv_engines import LONG, engine_of, model, options
@@ -77,13 +77,16 @@ def test_options_of_a_speculator(tmp_path):
             parse_speculative_config(json.dumps(fields))
         assert message in str(error.value)
     other = heads.ARCTIC | {"vocab_size": 62}
-    tensors = heads.published(heads.ARCTIC)
-    for name in ("forget_emb.0.weight", "head.0.weight"):
-        tensors[name] = np.zeros((62, heads.INNER), np.float32)
-    tensors = {name: one for name, one in tensors.items() if one.shape[0] != 61}
-    folder = heads.write(tmp_path / "other", other, tensors)
-    with pytest.raises(UsageError, match="its vocab_size is 62, the model's 61"):
-        load_speculator(str(folder), model().config, np.float32)
-    folder = heads.write(tmp_path / "eagle", other | {"architectures": ["Eagle3Speculator"]}, {})
-    with pytest.raises(ConfigError, match="config.json: 'Eagle3Speculator' attends"):
-        load_speculator(str(folder), model().config, np.float32)
+    narrow = heads.IBM | {"emb_dim": 16}
+    eagle = other | {"architectures": ["Eagle3Speculator"]}
+    for name, fields, error_type, message in (
+        ("other", other, UsageError, "its vocab_size is 62, the model's 61"),
+        ("narrow", narrow, UsageError, "its hidden_size is 16, the model's 32"),
+        ("eagle", eagle, ConfigError, "config.json: 'Eagle3Speculator' attends"),
+        ("missing", None, CheckpointError, "missing"),
+    ):
+        folder = tmp_path / name
+        if fields is not None:
+            heads.write(folder, fields, {})  # weights come later
+        with pytest.raises(error_type, match=message):
+            check_speculator(SpeculativeConfig(model=str(folder)), model().config)
