@@ -54,10 +54,11 @@ def main(args: argparse.Namespace) -> int:
         folder = Path(scratch)
         if options.output is not None and is_main_process():
             folder = options.output
+        record: dict[str, Any] = {"sides": []}
         for name, side in sides.items():
-            model = functools.partial(open_side, side, mesh, engine_fields)
+            model = functools.partial(open_side, side, mesh, engine_fields, record["sides"])
             run_harness(runs, model, folder / name, {"pretrained": str(side.path), "side": name})
-        record = provenance()
+        record = provenance() | record
         if len(sides) > 1 and is_main_process():
             found = list(scores(*(read_report(folder / name) for name in sides)))
             print(table(found))
@@ -67,12 +68,26 @@ def main(args: argparse.Namespace) -> int:
     return cli.OK
 
 
-def open_side(side: ModelOptions, mesh: Mesh | None, engine_fields: dict[str, Any]) -> Any:
-    """The harness's model of one side."""
+def open_side(
+    side: ModelOptions,
+    mesh: Mesh | None,
+    engine_fields: dict[str, Any],
+    records: list[dict[str, Any]],
+) -> Any:
+    """The harness's model of one side. What it is measured with is appended to `records`."""
     model = read_model(side, mesh)
+    facts = {
+        "swiftkv": model.uses_swiftkv(side.uses_swiftkv),
+        "dtype": str(model.dtype),
+        "quantization": side.quantization,
+    }
     longest = min(MAX_MODEL_LEN, model.config.max_position_embeddings)
     defaults: dict[str, Any] = {"scoring": True, "max_model_len": longest}
     engine = start_engine(model, mesh, EngineOptions(**defaults | engine_fields), side)
+    facts["kv_cache_dtype"] = str(engine.model_runner.layout.cache_dtype)
+    facts["generated_kv"] = engine.config.generated_kv
+    facts["exact_tail"] = engine.config.exact_tail
+    records.append(facts)
     return harness_class()(engine, model.tokenizer, progress=is_main_process())
 
 
@@ -85,6 +100,8 @@ def run_harness(
     opened = functools.cache(model)
     ours = ["--model", "swiftkv", "--model_args", json.dumps(facts)]
     ours += ["--log_samples", "--output_path", str(folder)]
+    # The command reads `sys.argv`, and its model is made from text by a method of the class. Only
+    # the command writes files and prints tables: its functions return numbers.
     before = sys.argv
     try:
         harness_class().create_from_arg_obj = lambda *_: opened()

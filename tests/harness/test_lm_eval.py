@@ -103,6 +103,9 @@ def test_tasks_from_local_files(
     same = [row["text"] == text for row, text in zip(rows, texts, strict=True)]
     assert student["local_text"]["exact_match,none"] == pytest.approx(np.mean(same))
     record = json.loads((tmp_path / "out" / "swiftkv.json").read_text())
+    common = {"dtype": "float32", "quantization": None, "kv_cache_dtype": "float32"}
+    common |= {"generated_kv": "boundary", "exact_tail": 0}
+    assert record["sides"] == [{"swiftkv": side} | common for side in (False, True)]
     differences = {one["task"]: one for one in record["differences"]}
     assert differences.keys() == {"local_choice", "local_text"} and record["versions"]
     assert all(one["stderr"] is not None for one in differences.values())
