@@ -30,7 +30,7 @@ PROMPT_SHARE = 0.55
 SPECIAL_TOKENS = 2
 """Room for the first and the last token that a tokenizer adds."""
 MIN_PARTS = 4
-"""Records, lines or sentences of a prompt, and a quarter of its room: less is no example."""
+"""Lines or sentences of a prompt, which fill half of its room: less is no example."""
 MIN_WORDS = 16
 """Different words that the text must have for keys and values to be invented."""
 
