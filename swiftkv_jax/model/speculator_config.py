@@ -25,7 +25,7 @@ class SpeculatorConfig:
     inner_dim: int
     """Width of its own state (I)."""
     tie_weights: bool = True
-    """Whether all steps share their weights, but for the first's matrix of the model's state."""
+    """True where all steps share their weights, but for the first matrix of the model's state."""
     scale_input: bool = False
 
     @property

@@ -183,7 +183,7 @@ def _best_state(
 
 
 def _lacks_speculator(recipe: Recipe) -> bool:
-    """Whether the recipe asks for a speculator that the output folder does not have."""
+    """Return whether the recipe asks for a speculator that the output folder does not have."""
     return recipe.speculator is not None and not (recipe.output_dir / SPECULATOR).exists()
 
 
