@@ -9,7 +9,6 @@ python -m benchmarks.NAME, where NAME is
     beside_transformers  the servers of SwiftKV and its teacher beside `transformers serve`
     real                 students of models that people use: text, tasks that read the prompt
     distill_real         trains such students by a plan, and measures them as `real` does
-    predict              what `serve` measures, by the engine's schedule on a modelled device
     short_run            measures nothing: runs a plan of such commands within a total time
     measurements         keeps `docs/measurements.md` up to date with the results
 
@@ -17,6 +16,6 @@ python -m benchmarks.NAME, where NAME is
 a CPU. With `--shapes smoke` benchmarks run on a CPU too, as a test, and write JSON only to
 `--output`. Times mean something on a GPU or a TPU. Programs of a result
 `NAME-compiled-for-DEVICE-*.json` were compiled for the device and counted, never run there;
-`predicted-for-DEVICE-*.json` comes from a model. A benchmark that has answered its question is a
-result file and a paragraph of the page; its program is in the history of the repository.
+`predicted-for-DEVICE-*.json` comes from a simulation. A benchmark that has answered its question
+is a result file and a paragraph of the page; its program is in the history of the repository.
 """

@@ -9,9 +9,8 @@ Runs `python -m swiftkv_jax.infer bench` once for each part, in a process of its
 failure of one leaves the others: prefill over the prompt length, decoding over rows and context,
 offline throughput, latency of requests that arrive; then the parts with 8-bit products, of which
 the offline ones are the workloads that the authors and TensorRT-LLM publish. Then the targets
-(`serve_targets`); `benchmarks.predict` predicts the parts in bfloat16. JSON goes to
-`benchmarks/results/`. No part begins after --seconds; the document names those that were left
-out. Exit code 1 if a part failed.
+(`serve_targets`). JSON goes to `benchmarks/results/`. No part begins after --seconds; the document
+names those that were left out. Exit code 1 if a part failed.
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ def test_no_matrix_is_dequantised_in_memory(name, program):
 
 
 def test_passes_of_a_layer_beside_fp8_products():
-    """What a lower layer reads and writes between products and attention, as
-    `benchmarks.predict` counts it; without kernels for rows it is 578 MB."""
+    """What a lower layer reads and writes between products and attention, as XLA counts it; without
+    kernels for rows it is 578 MB."""
     scheme = dataclasses.replace(scheme_for("fp8", "NVIDIA H100 80GB HBM3"), kernels="hopper")
     config = dataclasses.replace(LLAMA_8B, num_layers=4, num_key_value_layers=3)
     lowered = lower_program(
