@@ -71,8 +71,7 @@ def arrival_times(count: int, rate: float, seed: int, *, burstiness: float = 1.0
 
 @dataclasses.dataclass
 class Timed:
-    """Times and counts of one request. Times are seconds of `time.perf_counter`, or of another
-    clock."""
+    """Times and counts of one request. Times are seconds of `time.perf_counter`."""
 
     sent: float = 0.0
     """Time at which the request arrives, or its first byte is written."""

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -29,21 +29,13 @@ Raw = dict[str, Any]
 """Seconds, and lists of seconds, by name."""
 
 
-class Clock(Protocol):
-    """The functions of `time` that measuring needs."""
-
-    def perf_counter(self) -> float: ...
-    def process_time(self) -> float: ...
-    def sleep(self, seconds: float, /) -> None: ...
-
-
-def measure(mode: Mode, engine: Engine, cell: Cell, seed: int, clock: Clock = time) -> Raw:
+def measure(mode: Mode, engine: Engine, cell: Cell, seed: int) -> Raw:
     """Run one repetition. `cpu_seconds` is processor time of this process, all threads: on a busy
-    CPU the steadier figure. A model runner may keep another time, by a `clock` of its own."""
+    CPU the steadier figure."""
     compiled = CompileCounter.read()
     found = engine.prefix_stats.hits
     raw = {"prefill": prefill, "decode": decode, "offline": offline, "latency": latency}[mode](
-        engine, cell, seed, clock
+        engine, cell, seed
     )
     return raw | {
         "seed": seed,
@@ -52,7 +44,7 @@ def measure(mode: Mode, engine: Engine, cell: Cell, seed: int, clock: Clock = ti
     }
 
 
-def prefill(engine: Engine, cell: Cell, seed: int, clock: Clock = time) -> Raw:
+def prefill(engine: Engine, cell: Cell, seed: int) -> Raw:
     """`seconds` from the first chunk to the end of the last, and `ttft`, the time to the first
     token of one prompt alone.
 
@@ -61,20 +53,20 @@ def prefill(engine: Engine, cell: Cell, seed: int, clock: Clock = time) -> Raw:
     """
     *requests, alone = _requests(engine, cell, seed, cell.prompts + 1)
     before = engine.stats.copy()
-    with _stopwatch(clock) as raw:
+    with _stopwatch() as raw:
         ids = _prefill(engine, requests)
     raw |= _engine_counts(engine, before)
     for request_id in ids:
         engine.abort_request(request_id)
-    start = clock.perf_counter()
+    start = time.perf_counter()
     first = None
     for _ in engine.run([alone]):
-        first = first or clock.perf_counter()
+        first = first or time.perf_counter()
     assert first is not None
     return raw | {"ttft": first - start}
 
 
-def decode(engine: Engine, cell: Cell, seed: int, clock: Clock = time) -> Raw:
+def decode(engine: Engine, cell: Cell, seed: int) -> Raw:
     """`seconds` for `steps` tokens of every row, after a first call; with drafts, on average."""
     if cell.output_len < 2 * (most := engine.model_runner.shapes.most_new_tokens):
         raise UsageError(
@@ -87,23 +79,23 @@ def decode(engine: Engine, cell: Cell, seed: int, clock: Clock = time) -> Raw:
     engine.step()  # sends the first call
     engine.step()  # sends the second and reads the first
     before = engine.stats.copy()
-    with _stopwatch(clock) as raw:
+    with _stopwatch() as raw:
         while engine.has_work:
             engine.step()
     steps = (engine.stats.new_tokens - before.new_tokens) / cell.prompts
     return raw | {"steps": steps} | _engine_counts(engine, before)
 
 
-def offline(engine: Engine, cell: Cell, seed: int, clock: Clock = time) -> Raw:
+def offline(engine: Engine, cell: Cell, seed: int) -> Raw:
     """`seconds` for all requests, which are added at once."""
     requests = _requests(engine, cell, seed, cell.prompts)
     before = engine.stats.copy()
-    with _stopwatch(clock) as raw:
+    with _stopwatch() as raw:
         new = sum(len(output.token_ids) for _, output in engine.run(requests))
     return raw | {"new_tokens": new} | _engine_counts(engine, before)
 
 
-def latency(engine: Engine, cell: Cell, seed: int, clock: Clock = time) -> Raw:
+def latency(engine: Engine, cell: Cell, seed: int) -> Raw:
     """`times_of` requests that arrive one by one.
 
     Times count from the arrival, also if the request then waits for `max_concurrency`. An output
@@ -115,22 +107,22 @@ def latency(engine: Engine, cell: Cell, seed: int, clock: Clock = time) -> Raw:
     before = engine.stats.copy()
     inside = dict[int, Timed]()
     done: list[Timed] = []
-    with _stopwatch(clock) as raw:
-        start = clock.perf_counter()
+    with _stopwatch() as raw:
+        start = time.perf_counter()
         while requests or inside:
             while (
                 requests
-                and arrivals[0] <= clock.perf_counter() - start
+                and arrivals[0] <= time.perf_counter() - start
                 and len(inside) < (cell.max_concurrency or cell.prompts)
             ):
                 request_id = engine.add_request(requests.popleft())
                 inside[request_id] = Timed(start + arrivals.popleft())
             if not inside:
-                clock.sleep(max(0.0, start + arrivals[0] - clock.perf_counter()))
+                time.sleep(max(0.0, start + arrivals[0] - time.perf_counter()))
                 continue
             for output in engine.step():
                 timed = inside[output.request_id]
-                timed.arrivals.append(clock.perf_counter())
+                timed.arrivals.append(time.perf_counter())
                 timed.num_tokens += len(output.token_ids)
                 if output.finish_reason is not None:
                     done.append(inside.pop(output.request_id))
@@ -184,15 +176,15 @@ def _prefill(engine: Engine, requests: Sequence[Request]) -> list[int]:
 
 
 @contextlib.contextmanager
-def _stopwatch(clock: Clock) -> Iterator[Raw]:
+def _stopwatch() -> Iterator[Raw]:
     """Adds the seconds that the block takes."""
     raw: Raw = {}
-    start = clock.perf_counter()
-    cpu = clock.process_time()
+    start = time.perf_counter()
+    cpu = time.process_time()
     yield raw
     raw |= {
-        "seconds": clock.perf_counter() - start,
-        "cpu_seconds": clock.process_time() - cpu,
+        "seconds": time.perf_counter() - start,
+        "cpu_seconds": time.process_time() - cpu,
     }
 
 
