@@ -30,38 +30,32 @@ MODEL_TYPES = tuple(
 
 # Fields whose only supported value does not change the computation, for all families.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "partial_rotary_factor": (1.0, None),
-    "is_encoder_decoder": (False, None),
-    "add_cross_attention": (False, None),
-    "tie_encoder_decoder": (False, None),
+    **dict.fromkeys(
+        """
+        is_encoder_decoder add_cross_attention tie_encoder_decoder use_sliding_window bias use_bias
+        mlp_bias lm_head_bias qkv_bias use_qk_norm qk_layernorm alibi parallel_attn
+        use_parallel_residual use_bidirectional_attention
+        """.split(),
+        (False, None),
+    ),
+    **dict.fromkeys(
+        """
+        partial_rotary_factor logit_scale rotary_pct embedding_multiplier residual_multiplier
+        logits_scaling
+        """.split(),
+        (1.0, None),
+    ),
+    **dict.fromkeys(
+        """
+        num_nextn_predict_layers shared_expert_intermediate_size n_shared_experts num_shared_experts
+        num_experts num_local_experts
+        """.split(),
+        (0, None),
+    ),
+    **dict.fromkeys(
+        "attn_logit_softcapping final_logit_softcapping clip_qkv sliding_window".split(), (None,)
+    ),
     "pruned_heads": ({}, None),
-    "logit_scale": (1.0, None),
-    "rotary_pct": (1.0, None),
-    "embedding_multiplier": (1.0, None),
-    "residual_multiplier": (1.0, None),
-    "logits_scaling": (1.0, None),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "clip_qkv": (None,),
-    "sliding_window": (None,),
-    "use_sliding_window": (False, None),
-    "bias": (False, None),
-    "use_bias": (False, None),
-    "mlp_bias": (False, None),
-    "lm_head_bias": (False, None),
-    "qkv_bias": (False, None),
-    "use_qk_norm": (False, None),
-    "qk_layernorm": (False, None),
-    "alibi": (False, None),
-    "parallel_attn": (False, None),
-    "use_parallel_residual": (False, None),
-    "use_bidirectional_attention": (False, None),
-    "num_nextn_predict_layers": (0, None),
-    "shared_expert_intermediate_size": (0, None),
-    "n_shared_experts": (0, None),
-    "num_shared_experts": (0, None),
-    "num_experts": (0, None),
-    "num_local_experts": (0, None),
 }
 
 # Bookkeeping, training-time or generation-time fields: none of them changes the forward pass.

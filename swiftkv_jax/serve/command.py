@@ -33,7 +33,7 @@ from ..infer.structured.structured_outputs import GrammarCompiler
 from ..model.model import Model
 from ..process.distributed import announces_several
 from .arguments import EngineFeatures, ServeCommand
-from .lora_modules import check_lora_modules, load_lora_modules
+from .lora_modules import check_lora_modules
 from .options import ServerOptions, is_loopback
 
 if TYPE_CHECKING:
@@ -94,7 +94,9 @@ def main(args: argparse.Namespace) -> int:
             model, mesh, chosen, model_options, on_compile=functools.partial(report, "compiling")
         )
         report("warming")
-        adapters = load_lora_modules(engine, modules)
+        for name, path in modules.items():
+            engine.adapters.load(name, path)
+        adapters = {name: str(path) for name, path in modules.items()}
         rate = warm(engine)
         return server.Loaded(engine, tokenizer, defaults, rate, compiler, adapters, facts)
 

@@ -142,38 +142,28 @@ def of_usage(error: UsageError, names: Mapping[str, str] | None = None) -> APIEr
 def renaming(
     names: Mapping[str, str], places: Sequence[str], tools: Sequence[str] | None = None
 ) -> Iterator[None]:
-    """Errors of a chat leave the block in the names of another body: see `_rename`."""
+    """Errors of a chat leave the block in the names of another body. `names` maps fields of a chat
+    to those of the body, `places` are where its messages come from, `tools` where its tools do,
+    None for those of the same number. Only what `param` names is renamed, and what is in backticks:
+    the rest of a message may be the client's own words."""
     try:
         yield
     except APIError as error:
-        _rename(error, names, places, tools)
-        raise
-
-
-def _rename(
-    error: APIError, names: Mapping[str, str], places: Sequence[str], tools: Sequence[str] | None
-) -> None:
-    """Put an error of a chat into the names of another body. `names` maps fields of a chat to those
-    of the body, `places` are where its messages come from, `tools` where its tools do, None for
-    those of the same number. Only what `param` names is renamed, and what is in backticks: the rest
-    of a message may be the client's own words."""
-    message = error.message
-    param = error.param
-    message = _renamed(message, names)
-    param = names.get(param or "", param)
-    found = re.match(r"messages\[(\d+)\]|tools\[(\d+)\]\.function", param or "")
-    if param is not None and found is not None:
-        if found[1]:
-            here = places[int(found[1])]
-        elif tools is not None:
-            here = tools[int(found[2])]
-        else:
+        message = _renamed(error.message, names)
+        param = names.get(error.param or "", error.param)
+        found = re.match(r"messages\[(\d+)\]|tools\[(\d+)\]\.function", param or "")
+        if param is not None and found is not None:
             here = f"tools[{found[2]}]"
-        message = message.replace(found[0], here)
-        rest = param[found.end() :].removeprefix(".")
-        param = ".".join(filter(None, (here, names.get(rest, rest))))
-    error.message = _shortened(message, MAX_MESSAGE)
-    error.param = param and _shortened(param, MAX_PARAM)
+            if found[1]:
+                here = places[int(found[1])]
+            elif tools is not None:
+                here = tools[int(found[2])]
+            message = message.replace(found[0], here)
+            rest = param[found.end() :].removeprefix(".")
+            param = ".".join(filter(None, (here, names.get(rest, rest))))
+        error.message = _shortened(message, MAX_MESSAGE)
+        error.param = param and _shortened(param, MAX_PARAM)
+        raise
 
 
 def _renamed(message: str, names: Mapping[str, str]) -> str:

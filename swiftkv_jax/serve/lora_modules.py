@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from ..errors import UsageError
 
 if TYPE_CHECKING:  # the flags of the command are parsed without NumPy
-    from ..infer.engine.engine import Engine
     from ..infer.engine.options import EngineOptions
     from ..model.config import Config
 
@@ -58,10 +57,3 @@ def check_lora_modules(
         check_adapter_name(name, taken)
         if config.num_upper_layers:  # else the engine is refused
             upper_terms(config, path, max_rank=options.max_lora_rank)
-
-
-def load_lora_modules(engine: Engine, modules: Mapping[str, Path]) -> dict[str, str]:
-    """Load the adapters. Returns the path of each."""
-    for name, path in modules.items():
-        engine.adapters.load(name, path)
-    return {name: str(path) for name, path in modules.items()}

@@ -7,7 +7,7 @@ import dataclasses
 import importlib.metadata
 import secrets
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NoReturn
 
 import jax
@@ -57,10 +57,32 @@ def run(
     facts = _facts(model_options, engine_options)
     host = coordinator_host()
     listener, secret, port = _meeting_point(host)
-    if listener is None:
-        silence = 2 * stall_timeout + SILENCE_SECONDS
-        return _follow(host, port, secret, facts, silence, lambda: load(mesh, _ignore))
-    return _lead(listener, secret, facts, stall_timeout, lambda report: load(mesh, report), serve)
+    followers = follower = None
+
+    def load_all(report: Report) -> Loaded:
+        assert followers is not None
+        loaded = load(mesh, report)
+        followers.wait_ready()
+        return loaded
+
+    try:
+        if listener is None:
+            channel = connect(host, port, secret, jax.process_index(), facts)
+            ignore_signals()
+            follower = Follower(channel, silence=2 * stall_timeout + SILENCE_SECONDS)
+            _follow(follower, load(mesh, _ignore))
+            return cli.OK
+        with listener:
+            channels = accept_followers(listener, secret, jax.process_count(), facts)
+        followers = Followers(channels, stall_timeout)
+        followers.watch(lambda error: _end_with(error, followers))  # while this one loads
+        code = serve(load_all, followers)
+        followers.close()
+        return code
+    except Exception as error:
+        if follower is not None:
+            follower.fail(error)
+        _end_with(error, followers)
 
 
 def _meeting_point(host: str) -> tuple[socket.socket | None, bytes, int]:
@@ -77,63 +99,15 @@ def _meeting_point(host: str) -> tuple[socket.socket | None, bytes, int]:
     return listeners[0] if listeners else None, secret.tobytes(), port
 
 
-def _lead(
-    listener: socket.socket,
-    secret: bytes,
-    facts: Mapping[str, str],
-    stall_timeout: float,
-    load: Load,
-    serve: Callable[[Load, Followers | None], int],
-) -> int:
-    """Process 0."""
-    followers = None
-
-    def load_all(report: Report) -> Loaded:
-        assert followers is not None
-        loaded = load(report)
-        followers.wait_ready()
-        return loaded
-
-    try:
-        with listener:
-            channels = accept_followers(listener, secret, jax.process_count(), facts)
-        followers = Followers(channels, stall_timeout)
-        followers.watch(lambda error: _end_with(error, followers))  # while this one loads
-        code = serve(load_all, followers)
-        followers.close()
-        return code
-    except Exception as error:
-        _end_with(error, followers)
-
-
-def _follow(
-    host: str,
-    port: int,
-    secret: bytes,
-    facts: Mapping[str, str],
-    silence: float,
-    load: Callable[[], Loaded],
-) -> int:
-    """Another process."""
-    follower = None
-    try:
-        channel = connect(host, port, secret, jax.process_index(), facts)
-        ignore_signals()
-        follower = Follower(channel, silence=silence)
-        loaded = load()
-        compiler = loaded.compiler
-        spellings = TokenSpellings(loaded.tokenizer)
-        follower.run(
-            loaded.engine,
-            None if compiler is None else compiler.compile_grammar,
-            lambda token_id: spellings[token_id].content,
-        )
-        follower.close()
-        return cli.OK
-    except Exception as error:
-        if follower is not None:
-            follower.fail(error)
-        _end_with(error, None)
+def _follow(follower: Follower, loaded: Loaded) -> None:
+    """Take the steps of process 0, to its end."""
+    spellings = TokenSpellings(loaded.tokenizer)
+    follower.run(
+        loaded.engine,
+        loaded.compiler and loaded.compiler.compile_grammar,
+        lambda token_id: spellings[token_id].content,
+    )
+    follower.close()
 
 
 def _end_with(error: Exception, followers: Followers | None) -> NoReturn:

@@ -31,14 +31,15 @@ _COMMON = frozenset(
 # Keys with the values that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
-    "attention.sliding_window": (0,),
-    "expert_count": (0,),
-    "expert_used_count": (0,),
-    "expert_shared_count": (0,),
     "expert_gating_func": (1,),
     "expert_weights_scale": (1.0, 0.0),
-    "nextn_predict_layers": (0,),
-    "pooling_type": (0,),
+    **dict.fromkeys(
+        """
+        attention.sliding_window expert_count expert_used_count expert_shared_count
+        nextn_predict_layers pooling_type
+        """.split(),
+        (0,),
+    ),
     "use_parallel_residual": (False,),
     "tensor_data_layout": ("Meta AI original pth",),
     "rope.scaling.finetuned": (True,),

@@ -211,26 +211,11 @@ def _kept(targets: tuple[str, ...], format: WeightFormat, group: Fields) -> Form
 
 def quantization_config(*, experts: bool) -> dict[str, Any]:
     """The `quantization_config` of what is written, of a model with or without experts."""
-    weights = {
-        "num_bits": 8,
-        "type": "float",
-        "strategy": "channel",
-        "symmetric": True,
-        "dynamic": False,
-        "observer": "minmax",
-    }
-    activations = {
-        "num_bits": 8,
-        "type": "float",
-        "strategy": "token",
-        "symmetric": True,
-        "dynamic": True,
-        "observer": None,
-    }
+    number = {"num_bits": 8, "type": "float", "symmetric": True}
     group = {
         "targets": ["Linear"],
-        "weights": weights,
-        "input_activations": activations,
+        "weights": number | {"strategy": "channel", "dynamic": False, "observer": "minmax"},
+        "input_activations": number | {"strategy": "token", "dynamic": True, "observer": None},
         "output_activations": None,
     }
     return {

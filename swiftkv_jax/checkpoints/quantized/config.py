@@ -55,15 +55,12 @@ _AUTO_ROUND = {
     "act_bits": (16, 32, None),
     "data_type": ("int", None),
     "act_data_type": ("float", "fp16", "bf16", "int", None),
-    "static_kv_dtype": (None,),
-    "static_attention_dtype": (None,),
-    "super_bits": (None,),
-    "super_group_size": (None,),
-    "rotation_config": (None, {}),
     "rotation_configs": (None, []),
-    "extra_config": (None, {}),
-    "regex_config": (None, {}),
     "quant_lm_head": (False, None),
+    **dict.fromkeys(("rotation_config", "extra_config", "regex_config"), (None, {})),
+    **dict.fromkeys(
+        "static_kv_dtype static_attention_dtype super_bits super_group_size".split(), (None,)
+    ),
 }
 # How the values were found, and what programs are to do with them. transformers 5 writes most of
 # these in files of AWQ too.

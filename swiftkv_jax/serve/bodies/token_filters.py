@@ -18,14 +18,12 @@ MAX_BAD_WORD_CHARACTERS = 4096
 
 def filtered(
     body: Sampling, grammar: Matcher | None, tokenizer: Any, vocab_size: int, *, possible: bool
-) -> Matcher | None:
-    """`grammar`, or with None nothing, within what the body allows. Tokenizes `bad_words`: for a
-    thread. Raises `APIError`; also where the body asks for something and that is not `possible` on
+) -> TokenFilter:
+    """`grammar`, or with None nothing, within what the body allows, which asks for something.
+    Tokenizes `bad_words`: for a thread. Raises `APIError`; also where that is not `possible` on
     this server."""
     allowed = body.allowed_token_ids
-    words = body.bad_words
-    if not allowed and not words:
-        return grammar
+    words = body.bad_words or []
     if not possible:
         name = "allowed_token_ids" if allowed else "bad_words"
         raise unsupported(name, f"`{name}`: this server filters no tokens")
@@ -35,7 +33,6 @@ def filtered(
             "allowed_token_ids",
             f"`allowed_token_ids` must be at most {MAX_ALLOWED} ids from 0 to {vocab_size - 1}",
         )
-    words = words or []
     if len(words) > MAX_BAD_WORDS or sum(map(len, words)) > MAX_BAD_WORD_CHARACTERS:
         raise invalid(
             "bad_words",
