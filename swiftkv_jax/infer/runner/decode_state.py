@@ -118,58 +118,32 @@ def sampling_of(sequence: SequenceState, eos_token_ids: Sequence[int]) -> Sampli
     )
 
 
-def make_batch(
-    tokens: Sequence[int],
-    lengths: Sequence[int],
-    remaining: Sequence[int],
-    page_tables: PageTables,
-    sampling: Sequence[SamplingMetadata],
-    own_start: Sequence[int] | None = None,
-    history_offset: Sequence[int] | None = None,
-    adapters: Sequence[int] | None = None,
-    hidden_dim: int = 0,
-) -> DecodeBatch:
-    """A batch in NumPy."""
-    return DecodeBatch(
-        token=np.array(tokens, np.int32),
-        length=np.array(lengths, np.int32),
-        remaining=np.array(remaining, np.int32),
-        page_table=np.asarray(page_tables.page_table, np.int32),
-        sampling=jax.tree.map(lambda *leaves: np.stack(leaves), *sampling),
-        own_start=None if own_start is None else np.array(own_start, np.int32),
-        own_page_table=page_tables.own_page_table,
-        history_offset=None if history_offset is None else np.array(history_offset, np.int32),
-        hidden=_no_hidden(len(tokens), hidden_dim),
-        adapter=None if adapters is None else np.array(adapters, np.int32)[:, None],
-    )
-
-
 def batch_of(
     sequences: Sequence[SequenceState],
     shapes: Shapes,
     eos_token_ids: Sequence[int],
-    history_offset: Sequence[int] | None,
+    history_offset: Sequence[int],
 ) -> DecodeBatch:
-    """The batch of sequences whose prompts are cached, in NumPy."""
+    """The batch of sequences whose prompts are cached, in NumPy. `history_offset` is read where
+    there is speculation."""
     states = [sequence.request_state for sequence in sequences]
-    own_start = [state.own_start for state in states]
-    adapters = [state.adapter for state in states]
-    return make_batch(
-        tokens=[state.prefill_token_ids[-1] for state in states],
-        lengths=[state.prefill_target for state in states],
-        remaining=[sequence.num_remaining_tokens for sequence in sequences],
-        page_tables=page_tables(sequences, shapes),
-        sampling=[sampling_of(sequence, eos_token_ids) for sequence in sequences],
-        own_start=own_start if shapes.has_own_start else None,
-        history_offset=history_offset,
-        adapters=adapters if shapes.num_adapters else None,
-        hidden_dim=shapes.hidden_dim,
-    )
-
-
-def _no_hidden(count: int, dim: int) -> np.ndarray | None:
-    """`DecodeBatch.hidden` before the first decode step."""
-    return np.zeros((count, dim), np.float32) if dim else None
+    rows = {
+        "token": [state.prefill_token_ids[-1] for state in states],
+        "length": [state.prefill_target for state in states],
+        "remaining": [sequence.num_remaining_tokens for sequence in sequences],
+        "own_start": [state.own_start for state in states],
+        "history_offset": history_offset,
+        "adapter": [[state.adapter] for state in states],
+    }
+    empty = empty_batch(len(sequences), shapes)
+    rows = {
+        name: np.array(values, np.int32)
+        for name, values in rows.items()
+        if getattr(empty, name) is not None
+    }
+    sampling = [sampling_of(sequence, eos_token_ids) for sequence in sequences]
+    rows["sampling"] = jax.tree.map(lambda *leaves: np.stack(leaves), *sampling)
+    return dataclasses.replace(empty, **rows, **page_tables(sequences, shapes)._asdict())
 
 
 def decode_rows(
@@ -190,8 +164,7 @@ def empty_batch(count: int, shapes: Shapes) -> DecodeBatch:
     """A batch in NumPy of `count` slots without sequences."""
     zeros = np.zeros(count, np.int32)
     page_table = np.zeros((count, shapes.table_pages), np.int32)
-    hidden = _no_hidden(count, shapes.hidden_dim)
-    batch = DecodeBatch(zeros, zeros, zeros, page_table, empty_sampling(count), hidden=hidden)
+    batch = DecodeBatch(zeros, zeros, zeros, page_table, empty_sampling(count))
     if shapes.has_own_start:
         batch = dataclasses.replace(batch, own_start=zeros)
     if own := shapes.pages_per_own_page:
@@ -199,6 +172,8 @@ def empty_batch(count: int, shapes: Shapes) -> DecodeBatch:
         batch = dataclasses.replace(batch, own_page_table=own_table)
     if shapes.widths:
         batch = dataclasses.replace(batch, history_offset=zeros)
+    if dim := shapes.hidden_dim:
+        batch = dataclasses.replace(batch, hidden=np.zeros((count, dim), np.float32))
     if shapes.num_adapters:
         batch = dataclasses.replace(batch, adapter=zeros[:, None])
     return batch

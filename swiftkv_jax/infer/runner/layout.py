@@ -12,14 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from ...model.attention import Attention
-from ...model.cache import (
-    KVCache,
-    cache_shapes,
-    cache_sharding,
-    init_cache,
-    map_cache,
-    row_sharding,
-)
+from ...model.cache import KVCache, cache_shapes, cache_sharding, map_cache, row_sharding
 from ...model.config import Config
 from ...model.mesh import dp_size
 from ...model.sharding import replicated
@@ -80,17 +73,13 @@ class Layout:
 
     def init_state(self, shapes: Shapes) -> DecodeState:
         """The decode state of an engine without requests."""
-        slots = shapes.dp_size * shapes.slots
-        cache = init_cache(
-            self.config,
-            shapes.dp_size * shapes.num_pages,
-            shapes.page_size,
-            self.cache_dtype,
-            self.cache_sharding,
-            self.row_sharding,
+        state = self.state(shapes)
+        cache, counts = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding),
+            (state.cache, state.token_counts),
         )
+        slots = shapes.dp_size * shapes.slots
         batch = jax.device_put(empty_batch(slots, shapes), self.replicated)
-        counts = jnp.zeros((slots, self.config.vocab_size), jnp.uint16, device=self.replicated)
         history = None
         if size := shapes.history_size:
             history = jnp.full((slots, size), -1, jnp.int32, device=self.replicated)

@@ -233,7 +233,7 @@ class ModelRunner:
         """See `ModelRunnerBase`."""
         for some in itertools.batched(sequences, INSERT_SEQUENCES):
             offsets = [self._insert_history(sequence) for sequence in some if self.shapes.widths]
-            batch = batch_of(some, self.shapes, self.eos_token_ids, offsets or None)
+            batch = batch_of(some, self.shapes, self.eos_token_ids, offsets)
             self._write("insert", [sequence.slot for sequence in some], batch)
         for sequence in sequences:
             if sequence.params.has_penalty:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -132,7 +131,7 @@ def serving_weights(
         require_teacher(llama, "keep tokens' own")
     elif served.keeps_own:
         require_upper_kv(llama, "keep tokens' own")
-    weights = _weights(_Arrays(donate), llama, delta, served)
+    weights = _weights(functools.partial(_unstack, donate=donate), llama, delta, served)
     if donate and delta is not None:
         for leaf in jax.tree.leaves((delta.k, delta.v, llama.upper_qkv)):
             if not leaf.is_deleted():
@@ -153,7 +152,7 @@ def weight_shapes(
     llama, delta = model_shapes(config, dtype, quantization, mesh)
     if not config.has_two_caches:
         delta = dataclasses.replace(delta, mix=None)
-    return _weights(_Shapes(), llama, delta if swiftkv else None, config)
+    return _weights(_unstack, llama, delta if swiftkv else None, config)
 
 
 def model_shapes(
@@ -194,74 +193,67 @@ def shard_model(model: Model, mesh: Mesh) -> Model:
 # The form ----------------------------------------------------------------------
 
 
-class _Leaves(Protocol):
-    """Operations on what the form is made of: arrays, or their shapes with the places of each."""
-
-    def unstack(self, leaf: Any) -> Any: ...
-    def stack(self, *leaves: Any) -> Any: ...
-    def slice(self, leaf: Any, part: slice) -> Any: ...
-    def merge_inputs(self, leaf: Any) -> Any: ...
-    def swap_inputs(self, leaf: Any) -> Any: ...
-    def join_heads(self, k: Any, v: Any, q: Any = None) -> Any: ...
+_Unstack = Callable[[Any], tuple[Any, ...]]
+"""Takes an array of a stack, or its shape, apart into those of the layers."""
 
 
-def _weights(leaves: _Leaves, llama: Llama, delta: SwiftKV | None, served: Config) -> Weights:
-    lower = _blocks(leaves, llama.lower)
-    upper = _blocks(leaves, llama.upper)
+def _weights(apart: _Unstack, llama: Llama, delta: SwiftKV | None, served: Config) -> Weights:
+    lower = _blocks(apart, llama.lower)
+    upper = _blocks(apart, llama.upper)
     whole = functools.partial(
         Weights, embed=llama.embed, final_norm=llama.final_norm, lm_head=llama.lm_head
     )
     if delta is None:
-        qkv = _qkv(leaves, llama.lower_qkv, last_apart=not upper)
-        qkv += _qkv(leaves, llama.upper_qkv, last_apart=True)
+        qkv = _qkv(apart, llama.lower_qkv, last_apart=not upper)
+        qkv += _qkv(apart, llama.upper_qkv, last_apart=True)
         return whole(lower=lower + upper, lower_qkv=qkv)
-    queries = unstack(delta_queries(delta), leaves.unstack)
+    queries = unstack(delta_queries(delta), apart)
     own: tuple[ServingQKV, ...] = ()
     if served.has_two_caches:
-        own = _qkv(leaves, llama.upper_qkv)
+        own = _qkv(apart, llama.upper_qkv)
     elif served.keeps_own:
-        own = _qkv(leaves, _kv(llama.upper_qkv), queries)
-    prompt_kv, projected = _prompt_and_projected(leaves, delta)
+        own = _qkv(apart, _kv(llama.upper_qkv), queries)
+    prompt_kv, projected = _prompt_and_projected(delta)
     attends_to_boundary = served.generated_kv == "boundary" or served.has_two_caches
     return whole(
         lower=lower,
-        lower_qkv=_qkv(leaves, llama.lower_qkv),
+        lower_qkv=_qkv(apart, llama.lower_qkv),
         norm_swiftkv=delta.norm,
-        kv=_joined(leaves, projected.k, projected.v),
-        kv_bias=_joined(leaves, projected.k_bias, projected.v_bias),
+        kv=_joined(projected.k, projected.v),
+        kv_bias=_joined(projected.k_bias, projected.v_bias),
         k_norm_swiftkv=projected.k_norm,
         upper=upper,
         upper_q=queries if attends_to_boundary else (),
         upper_qkv=own,
-        upper_mix=unstack(delta.mix, leaves.unstack),
-        prompt_qkv=_qkv(leaves, prompt_kv, () if attends_to_boundary else queries),
-        prompt_mlp=unstack(delta.prompt_mlp, leaves.unstack),
+        upper_mix=unstack(delta.mix, apart),
+        prompt_qkv=_qkv(apart, prompt_kv, () if attends_to_boundary else queries),
+        prompt_mlp=unstack(delta.prompt_mlp, apart),
         k_tap=delta.k_tap,
     )
 
 
-def _blocks(leaves: _Leaves, stack: Block) -> tuple[ServingBlock, ...]:
+def _blocks(apart: _Unstack, stack: Block) -> tuple[ServingBlock, ...]:
     """The layers of a stack.
 
     A TPU tiles the last two axes: to read D N H as a matrix it would copy each layer's `o` in every
     decode step, and so it would matrices of experts with axes E out in. Gate and up joined are one
     product instead of two.
     """
-    blocks: list[Any] = list(unstack(stack, leaves.unstack))
+    blocks: list[Any] = list(unstack(stack, apart))
     for i, block in enumerate(blocks):  # one by one: a layer's separate matrices are then freed
         blocks[i] = ServingBlock(
             attn_norm=block.attn_norm,
-            o=_values(leaves.merge_inputs, block.o),
+            o=_values(_merge_inputs, block.o),
             mlp_norm=block.mlp_norm,
-            gate_up=_joined(leaves, block.gate, block.up),
+            gate_up=_joined(block.gate, block.up),
             down=block.down,
             o_bias=block.o_bias,
             attn_post=block.attn_post,
             mlp_post=block.mlp_post,
             router=block.router,
-            expert_gate=_values(leaves.swap_inputs, block.expert_gate),
-            expert_up=_values(leaves.swap_inputs, block.expert_up),
-            expert_down=_values(leaves.swap_inputs, block.expert_down),
+            expert_gate=_values(_swap_inputs, block.expert_gate),
+            expert_up=_values(_swap_inputs, block.expert_up),
+            expert_down=_values(_swap_inputs, block.expert_down),
         )
     return tuple(blocks)
 
@@ -273,34 +265,34 @@ def _values(change: Any, weight: Any) -> Any:
     return jax.tree.map(change, weight)
 
 
-def _joined(leaves: _Leaves, *parts: Any) -> Any:
+def _joined(*parts: Any) -> Any:
     """Matrices of one shape, plain or quantised, as one with a leading axis."""
-    return jax.tree.map(leaves.stack, *parts)
+    return jax.tree.map(_stack, *parts)
 
 
 def _qkv(
-    leaves: _Leaves, stack: QKV | None, queries: Sequence[QKV] = (), *, last_apart: bool = False
+    apart: _Unstack, stack: QKV | None, queries: Sequence[QKV] = (), *, last_apart: bool = False
 ):
     """The projections of a stack's layers, joined, as a GPU's compiler would in every call. A stack
     without queries gets `queries`, from the same first layer on."""
-    joined: list[Any] = list(unstack(stack, leaves.unstack))
+    joined: list[Any] = list(unstack(stack, apart))
     for i, layer in enumerate(joined):  # one by one, as in `_blocks`
         qkv = with_queries(layer, queries[i]) if queries else layer
-        apart = last_apart and i == len(joined) - 1
-        q, q_bias = (None, None) if apart else (qkv.q, qkv.q_bias)
+        queries_apart = last_apart and i == len(joined) - 1
+        q, q_bias = (None, None) if queries_apart else (qkv.q, qkv.q_bias)
         joined[i] = ServingQKV(
-            heads=_joined_heads(leaves, q, qkv.k, qkv.v),
-            bias=_joined_heads(leaves, q_bias, qkv.k_bias, qkv.v_bias),
-            q=qkv.q if apart else None,
-            q_bias=qkv.q_bias if apart else None,
+            heads=_joined_heads(q, qkv.k, qkv.v),
+            bias=_joined_heads(q_bias, qkv.k_bias, qkv.v_bias),
+            q=qkv.q if queries_apart else None,
+            q_bias=qkv.q_bias if queries_apart else None,
             q_norm=qkv.q_norm,
             k_norm=qkv.k_norm,
         )
     return tuple(joined)
 
 
-def _joined_heads(leaves: _Leaves, q: Any, *kv: Any) -> Any:
-    return jax.tree.map(leaves.join_heads, *kv, *([] if q is None else [q]))
+def _joined_heads(q: Any, *kv: Any) -> Any:
+    return jax.tree.map(_join_heads, *kv, *([] if q is None else [q]))
 
 
 def _kv(qkv: Any) -> Any:
@@ -308,7 +300,7 @@ def _kv(qkv: Any) -> Any:
     return dataclasses.replace(qkv, q=None, q_bias=None, q_norm=None)
 
 
-def _prompt_and_projected(leaves: _Leaves, delta: SwiftKV) -> tuple[QKV | None, QKV]:
+def _prompt_and_projected(delta: SwiftKV) -> tuple[QKV | None, QKV]:
     """The delta's keys and values, without queries, in two stacks: those of
     `Config.prompt_attention_layers`, and those that are projected."""
     every = _kv(prompt_projections(delta))
@@ -316,84 +308,61 @@ def _prompt_and_projected(leaves: _Leaves, delta: SwiftKV) -> tuple[QKV | None, 
         return None, every
     count = delta.mlp_map.shape[0]
     first, rest = (
-        jax.tree.map(lambda leaf, part=part: leaves.slice(leaf, part), every)
+        jax.tree.map(functools.partial(_slice, part), every)
         for part in (slice(count), slice(count, None))
     )
     return first, rest
 
 
-@dataclasses.dataclass(frozen=True)
-class _Arrays:
-    """Arrays. Each stays on the devices it is split over: `tuple(array)` would take it through the
-    host to the first one."""
+# Arrays, or their shapes with the places of each ---------------------------------
 
-    donate: bool
-    """Delete each array of a stack once it is apart: there is one more copy of one of them."""
 
-    def unstack(self, leaf):
-        parts = jnp.unstack(leaf)
-        if self.donate:
-            leaf.delete()
-        return parts
+def _unstack(leaf: Any, *, donate: bool = False) -> tuple[Any, ...]:
+    """Each array of a stack on the devices it is split over: `tuple(array)` would take it through
+    the host to the first one. With `donate` the stack is deleted once it is apart: there is one
+    more copy of one array."""
+    parts = _made(jnp.unstack, lambda axes: axes[1:], leaf)
+    if donate:
+        leaf.delete()
+    return parts
 
-    def stack(self, *leaves):
-        return jnp.stack(leaves)
 
-    def slice(self, leaf, part: slice):
-        return leaf[part]
+def _stack(*leaves: Any) -> Any:
+    return _made(lambda *leaves: jnp.stack(leaves), lambda axes: (None, *axes), *leaves)
 
-    def merge_inputs(self, leaf):
-        return as_matrix(leaf)
 
-    def swap_inputs(self, leaf):
-        return leaf.swapaxes(1, 2)
+def _slice(part: slice, leaf: Any) -> Any:
+    return _made(lambda leaf: leaf[part], lambda axes: axes, leaf)
 
-    def join_heads(self, k, v, q=None):
+
+def _merge_inputs(leaf: Any) -> Any:
+    return _made(as_matrix, lambda axes: axes[:2], leaf)
+
+
+def _swap_inputs(leaf: Any) -> Any:
+    """Swap the last two axes. Only the experts are split."""
+    return _made(lambda leaf: leaf.swapaxes(1, 2), lambda axes: axes[:1], leaf)
+
+
+def _join_heads(*kv_and_q: Any) -> Any:
+    def join(k, v, q=None):
         queries = [] if q is None else [q.reshape(len(k), -1, *q.shape[1:])]
         return jnp.concatenate([*queries, k[:, None], v[:, None]], axis=1)
 
-
-class _Shapes:
-    """`ShapeDtypeStruct` with the shardings that the arrays have."""
-
-    def unstack(self, leaf):
-        return (_moved(leaf, leaf.shape[1:], slice(1, None)),) * leaf.shape[0]
-
-    def stack(self, *leaves):
-        first = leaves[0]
-        made = _moved(first, (len(leaves), *first.shape), slice(0))
-        if first.sharding is None:
-            return made
-        return _placed(made, NamedSharding(first.sharding.mesh, P(None, *first.sharding.spec)))
-
-    def slice(self, leaf, part: slice):
-        count = len(range(leaf.shape[0])[part])
-        return _moved(leaf, (count, *leaf.shape[1:]), slice(None))
-
-    def merge_inputs(self, leaf):
-        return _moved(leaf, (leaf.shape[0], math.prod(leaf.shape[1:])), slice(2))
-
-    def swap_inputs(self, leaf):
-        """Swap the last two axes. Only the experts are split."""
-        first, second, third = leaf.shape
-        return _moved(leaf, (first, third, second), slice(1))
-
-    def join_heads(self, k, v, q=None):
-        of_one = 2 if q is None else q.shape[0] // k.shape[0] + 2
-        made = jax.ShapeDtypeStruct((k.shape[0], of_one, *k.shape[1:]), k.dtype)
-        if k.sharding is None:
-            return made
-        split, *rest = k.sharding.spec
-        return _placed(made, NamedSharding(k.sharding.mesh, P(split, None, *rest)))
+    return _made(join, lambda axes: (*axes[:1], None, *axes[1:]), *kv_and_q)
 
 
-def _moved(leaf: jax.ShapeDtypeStruct, shape: Any, axes: slice) -> jax.ShapeDtypeStruct:
-    """The same in another shape, split as some of its `axes` are."""
-    moved = jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
-    if (sharding := leaf.sharding) is None:
-        return moved
-    assert isinstance(sharding, NamedSharding)
-    return _placed(moved, NamedSharding(sharding.mesh, P(*sharding.spec[axes])))
+def _made(change: Callable[..., Any], split: Callable[[tuple], tuple], *leaves: Any) -> Any:
+    """The result of `change` for arrays; for shapes the shapes of it, split over the mesh axes that
+    `split` makes of those of the first."""
+    first = leaves[0]
+    if isinstance(first, jax.Array):
+        return change(*leaves)
+    made = jax.eval_shape(change, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves))
+    if first.sharding is None:
+        return made
+    place = NamedSharding(first.sharding.mesh, P(*split(tuple(first.sharding.spec))))
+    return jax.tree.map(lambda leaf: _placed(leaf, place), made)
 
 
 def _placed(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -17,11 +17,7 @@ from swiftkv_jax.infer.engine.requests import ScoreRequest
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.infer.engine.shapes import Shapes
 from swiftkv_jax.infer.runner.decode_programs import copy_pages, decode
-from swiftkv_jax.infer.runner.decode_state import (
-    DecodeState,
-    PageTables,
-    make_batch,
-)
+from swiftkv_jax.infer.runner.decode_state import DecodeBatch, DecodeState
 from swiftkv_jax.infer.runner.lowering import (
     DecodeProgram,
     PrefillProgram,
@@ -194,9 +190,9 @@ def state_of(model: skv.Model, slots: int, remaining: int, eos_token_ids=()) -> 
     """Rows of one token each, on pages of their own."""
     row = sampling_row(SamplingParams(), eos_token_ids=eos_token_ids, prompt_length=1)
     tables = np.arange(slots * TABLE).reshape(slots, TABLE)
-    batch = make_batch(
-        [1] * slots, [0] * slots, [remaining] * slots, PageTables(tables), [row] * slots
-    )
+    zeros = np.zeros(slots, np.int32)
+    sampling = jax.tree.map(lambda leaf: np.stack([leaf] * slots), row)
+    batch = DecodeBatch(zeros + 1, zeros, zeros + remaining, np.int32(tables), sampling)
     cache = garbage(init_cache(model.config, slots * TABLE, PAGE, jnp.float32))
     return DecodeState(
         cache,
