@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -68,8 +69,10 @@ def sampling_row(
     )
 
 
+@functools.lru_cache(maxsize=16)
 def empty_sampling(batch: int) -> SamplingMetadata:
-    """Metadata in NumPy of B plain greedy rows: sampling them costs no more than an argmax."""
+    """Metadata in NumPy of B plain greedy rows: sampling them costs no more than an argmax. Made
+    once, and not to be written to."""
     row = sampling_row(SamplingParams(), eos_token_ids=(), prompt_length=0)
     return jax.tree.map(lambda leaf: np.stack([leaf] * batch), row)
 
