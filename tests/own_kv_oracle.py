@@ -28,18 +28,6 @@ def logits(hf, tensors, tokens, own, *, stored=None) -> np.ndarray:
     )
 
 
-def greedy(hf, tensors, prompt, *, exact_tail: int, max_tokens: int) -> tuple[list[int], list]:
-    """The likeliest continuation whose tokens are own, and the log-probability of each."""
-    tokens, chosen, likelihoods = list(prompt), [], []
-    while len(chosen) < max_tokens:
-        own = np.arange(len(tokens)) >= len(prompt) - exact_tail
-        last = logits(hf, tensors, tokens, own)[-1]
-        chosen.append(int(last.argmax()))
-        likelihoods.append(float(last.max() - np.log(np.exp(last - last.max()).sum()) - last.max()))
-        tokens.append(chosen[-1])
-    return chosen, likelihoods
-
-
 class EightBits:
     """Entries of a cache in `fp8` (float8_e4m3fn) or `int8`: the largest magnitude of each head of
     each token becomes the largest number of the format, and ties are rounded to even.

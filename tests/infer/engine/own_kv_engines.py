@@ -1,13 +1,11 @@
 """Engines of a tiny model in each mode of `generated_kv`, what they answer, and what the oracle
 does."""
 
-import dataclasses
 import functools
 import random
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -106,36 +104,6 @@ def run(engine: Engine, requests) -> list[tuple[list[int], list[float]]]:
 
 def greedy(prompt, count: int = 5, **fields: Any) -> Request:
     return Request(prompt, SamplingParams(max_tokens=count, ignore_eos=True, logprobs=0), **fields)
-
-
-@functools.cache
-def forward():
-    return jax.jit(
-        lambda tokens, lengths, shape, config: skv.logits(
-            dataclasses.replace(model(shape), config=config), tokens, prompt_lengths=lengths
-        ),
-        static_argnums=(2, 3),
-    )
-
-
-def full_logprobs(mode: str, tokens, prompt_length: int) -> np.ndarray:
-    """f32[T, V] by the full forward pass of a row padded to one length."""
-    kv, tail, shape = mode_of(mode)
-    config = dataclasses.replace(
-        model(shape).config, generated_kv=kv or "boundary", exact_tail=tail
-    )
-    row = np.zeros((1, LENGTH), np.int32)
-    row[0, : len(tokens)] = tokens
-    logits = forward()(row, jnp.array([prompt_length]), shape, config)
-    return np.asarray(jax.nn.log_softmax(logits[0], axis=-1))[: len(tokens)]
-
-
-def check_answer(mode: str, prompt, answer: tuple[list[int], list[float]], atol: float = 2e-5):
-    """The answer is greedy, and its log-probabilities are those of whole rows."""
-    tokens, logprobs = answer
-    row = full_logprobs(mode, [*prompt, *tokens], len(prompt))[len(prompt) - 1 : -1]
-    np.testing.assert_allclose(logprobs, row[range(len(tokens)), tokens], atol=atol)
-    np.testing.assert_allclose(logprobs, row.max(axis=-1), atol=atol)
 
 
 def oracle_logprobs(mode: str, request, answer: list[int], **fields: Any) -> np.ndarray:

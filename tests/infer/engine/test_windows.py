@@ -1,23 +1,11 @@
 """Where every layer has a window, pages before it go back while a request runs."""
 
-import random
-
-import pytest
-
 from swiftkv_jax.infer.engine.page_pool import RELEASED, PagePool
 from tests.infer.engine.test_page_pool import taken
 from tests.infer.engine.test_scheduler import answers, ask, check_empty, prompt_of
 from tests.infer.mock_model_runner import continuation, mock_engine
 
 # The pool ---------------------------------------------------------------------
-
-
-def test_the_first_page_that_a_token_sees():
-    pool = PagePool(8, 4, window=6)
-    # Position 9 sees 4 .. 9, position 12 sees 7 .. 12, position 13 sees 8 .. 13.
-    assert [pool.first_visible(position) for position in (0, 5, 8, 9, 12, 13)] == [0, 0, 0, 1, 1, 2]
-    assert PagePool(8, 4).first_visible(1000) == 0
-    assert PagePool(8, 4, window=1).first_visible(8) == 2
 
 
 def test_pages_that_no_token_sees_are_released_once():
@@ -32,50 +20,6 @@ def test_pages_that_no_token_sees_are_released_once():
     pool.release_hidden(pages, 15)
     pool.release(pages)
     assert pool.used == 0
-
-
-def test_a_prefix_is_found_by_its_last_pages():
-    pool = PagePool(8, 4, window=6)
-    tokens = list(range(24))
-    keys, pages = pool.keys(tokens), taken(pool, 6)
-    pool.cache(keys[2:4], pages[2:4])
-    # Position 16 sees 11 .. 16: pages 2 and 3, without the first two.
-    assert pool.match(keys) == [RELEASED, RELEASED, *pages[2:4]]
-    assert pool.match(keys[:3]) == []  # position 12 sees 7 .. 12, and so page 1
-    pool.cache(keys[:1], pages[:1])
-    assert pool.match(keys[:1]) == pages[:1] and pool.match(keys[:2]) == pages[:1]
-    assert pool.match([]) == []
-    pool.release(pages)
-    shared = pool.match(keys)
-    table = taken(pool, 2, shared)
-    assert table[:4] == shared and pool.used == 4
-    pool.cache(keys, table)  # nothing is cached for a page that was released
-    assert pool.match(keys[:2]) == pages[:1]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_matches_at_random(seed):
-    """The longest prefix whose next token finds all that it sees, by trying each length."""
-    rng = random.Random(seed)
-    for _ in range(200):
-        window, keys = rng.randint(1, 14), [bytes([number]) for number in range(9)]
-        pool = PagePool(9, 3, window=window)
-        pages = taken(pool, 9)
-        cached = [number for number in range(9) if rng.random() < 0.7]
-        for number in cached:
-            pool.cache(keys[number : number + 1], pages[number : number + 1])
-        expected = 0
-        for length in range(1, 10):
-            seen = range(max(3 * length - window + 1, 0), 3 * length)
-            if {position // 3 for position in seen} <= set(cached):
-                expected = length
-        found = pool.match(keys)
-        assert len(found) == expected
-        assert [page for page in found if page != RELEASED] == [
-            pages[number]
-            for number in range(expected)
-            if number >= max(3 * expected - window + 1, 0) // 3
-        ]
 
 
 # The engine -------------------------------------------------------------------
