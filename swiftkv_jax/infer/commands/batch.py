@@ -84,16 +84,14 @@ class Row:
         return {"id": self.id} | self.result.to_json()
 
 
-class RowWriter(Protocol):
-    """Destination of rows."""
+class RowWriter:
+    """Destination of rows. This one drops them: in all processes but process 0."""
 
     def write_partial(self, row: Row) -> None:
         """Write what there is of the first unfinished row."""
-        ...
 
     def write(self, row: Row) -> None:
         """Write the next row, which has ended."""
-        ...
 
 
 RequestBuilder = Callable[[int, dict[str, Any]], tuple[Request | ScoreRequest, Result]]

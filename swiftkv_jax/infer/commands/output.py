@@ -57,7 +57,7 @@ def json_line(value: dict[str, Any]) -> bytes:
     )
 
 
-class TextWriter:
+class TextWriter(RowWriter):
     """Completions as text, each ended by a line break; with `stream`, the first row as it grows."""
 
     def __init__(
@@ -87,31 +87,18 @@ class TextWriter:
             self._file.flush()
 
 
-class JsonLinesWriter:
+class JsonLinesWriter(RowWriter):
     """One line of JSON for each row, flushed."""
 
     def __init__(self, file: BinaryIO):
         self._file = file
-
-    def write_partial(self, row: Row) -> None:
-        pass
 
     def write(self, row: Row) -> None:
         self._file.write(json_line(row.to_json()))
         self._file.flush()
 
 
-class NullWriter:
-    """Writes nothing: for all processes but process 0."""
-
-    def write_partial(self, row: Row) -> None:
-        pass
-
-    def write(self, row: Row) -> None:
-        pass
-
-
-class ProgressWriter:
+class ProgressWriter(RowWriter):
     """Writes rows through another writer, counts them, and shows a progress bar."""
 
     def __init__(
@@ -119,7 +106,7 @@ class ProgressWriter:
     ):
         """`on_row` is called with each row of output, those of an earlier run included. `progress`
         shows a bar on a terminal."""
-        self.writer: RowWriter = NullWriter()
+        self.writer = RowWriter()
         self.throughput = Throughput()
         self.done = 0
         """Rows written, those of an earlier run included."""

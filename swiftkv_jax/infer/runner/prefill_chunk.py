@@ -21,6 +21,7 @@ pages, those of this chunk among them.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +32,7 @@ from jaxtyping import Array, Float
 
 from ...model.params import Leaf
 from ..engine.page_pool import RELEASED
-from ..engine.request_state import ScheduledTokens, num_tiles
+from ..engine.request_state import RequestState, ScheduledTokens, num_tiles
 from ..engine.requests import ScoreRequest
 
 INVALID_PAGE = 2**30
@@ -154,10 +155,10 @@ def pack_chunk(
         for scheduled in shard:
             positions = range(scheduled.start, scheduled.stop)
             stop = at + scheduled.num_tokens
-            token_ids = scheduled.request_state.prefill_token_ids[scheduled.start : scheduled.stop]
-            packed[0, dp_rank, at:stop] = token_ids
+            state = scheduled.request_state
+            packed[0, dp_rank, at:stop] = state.token_ids_at(scheduled.start, scheduled.stop)
             packed[1, dp_rank, at:stop] = positions
-            layout.add(dp_rank, scheduled, positions, at, index_of)
+            layout.add(dp_rank, state, state.pages, positions, at, index_of)
             at = stop
         if index_of is not None and context_pages is not None:
             gathered.append([*index_of, *[0] * (context_pages - len(index_of))])
@@ -201,9 +202,10 @@ def pack_upper(
                     following = state.prefill_token_ids[scored.start + 1 : scored.stop + 1]
                     target[dp_rank, stop - len(scored) : stop] = following
                     num_logprobs[dp_rank, stop - len(scored) : stop] = state.request.top_logprobs
-                layout.add(dp_rank, scheduled, positions, at, index_of)
+                layout.add(dp_rank, state, state.pages, positions, at, index_of)
                 if pages_per_own_page:
-                    own.add_own(dp_rank, scheduled, stop - len(scheduled.own), index_of)
+                    start = stop - len(scheduled.own)
+                    own.add(dp_rank, state, state.own_pages, scheduled.own, start, index_of)
                 at = stop
             packed_at += scheduled.num_tokens
     starts = layout.own_start() if own_start else None
@@ -244,25 +246,15 @@ class _TileBuilder:
     def add(
         self,
         dp_rank: int,
-        scheduled: ScheduledTokens,
+        state: RequestState,
+        pages: Sequence[Any],
         positions: range,
         at: int,
         index_of: dict[int, int] | None,
     ) -> None:
-        """Add the tiles of `positions`, whose tokens are packed from `at` on. `index_of` has the
-        indices of pages in `gathered_pages`."""
-        self._add(dp_rank, scheduled, scheduled.request_state.pages, positions, at, index_of)
-
-    def add_own(
-        self, dp_rank: int, scheduled: ScheduledTokens, at: int, index_of: dict[int, int] | None
-    ) -> None:
-        """Add the tiles of `scheduled.own`, whose tokens are packed from `at` on."""
-        pages = scheduled.request_state.own_pages
-        self._add(dp_rank, scheduled, pages, scheduled.own, at, index_of)
-
-    def _add(self, dp_rank, scheduled, pages, positions: range, at: int, index_of) -> None:
+        """Add the tiles of `positions` in `pages`, whose tokens are packed from `at` on. `index_of`
+        has the indices of pages in `gathered_pages`."""
         size = self._page_size
-        own_start = scheduled.request_state.own_start
         table = np.array(pages[: -(-positions.stop // size)], np.int32)
         if index_of is not None:
             indices = [index_of.get(page, RELEASED) for page in table.ravel().tolist()]
@@ -272,7 +264,7 @@ class _TileBuilder:
             start = number * size
             first = max(positions.start - start, 0)
             end = min(positions.stop - start, size)
-            self._fields[:, dp_rank, tile] = start, first, end, at, own_start
+            self._fields[:, dp_rank, tile] = start, first, end, at, state.own_start
             self._page[dp_rank, tile] = pages[number]
             self._page_table[dp_rank, tile, : len(table)] = np.maximum(table, 0)
             index = range(tile * size + first, tile * size + end)
@@ -319,7 +311,6 @@ def chunk_needs(shards: ScheduledShards, page_size: int) -> ChunkNeeds:
     """Sizes for a chunk of at least one token."""
 
     def needs(shard: list[ScheduledTokens]) -> ChunkNeeds:
-        pages = {page for scheduled in shard for page in scheduled.read_pages(page_size)}
         own_tiles = sum(num_tiles(scheduled.own, page_size) for scheduled in shard)
         return ChunkNeeds(
             tokens=sum(scheduled.num_tokens for scheduled in shard),
@@ -328,7 +319,7 @@ def chunk_needs(shards: ScheduledShards, page_size: int) -> ChunkNeeds:
             upper_tiles=max(
                 sum(num_tiles(scheduled.upper, page_size) for scheduled in shard), own_tiles
             ),
-            context_pages=len(pages - {RELEASED}),
+            context_pages=len(_gathered(shard, page_size)),
         )
 
     return ChunkNeeds(*map(max, zip(*map(needs, filter(None, shards)), strict=True)))

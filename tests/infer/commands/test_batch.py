@@ -11,7 +11,7 @@ import swiftkv_jax as skv
 from swiftkv_jax.errors import DataError, UsageError
 from swiftkv_jax.infer import Request, SamplingParams
 from swiftkv_jax.infer.commands import batch
-from swiftkv_jax.infer.commands.batch import Row, read_rows, run_rows
+from swiftkv_jax.infer.commands.batch import Row, RowWriter, read_rows, run_rows
 from swiftkv_jax.infer.commands.prompts import PromptReader
 from swiftkv_jax.infer.commands.results import Completions
 from swiftkv_jax.infer.engine.requests import NOT_FINITE
@@ -250,7 +250,7 @@ def test_an_id_that_an_earlier_row_has_is_an_error(tmp_path):
 # The driver, on a device without a model --------------------------------------
 
 
-class Recorder:
+class Recorder(RowWriter):
     """A writer that checks the order."""
 
     def __init__(self):
