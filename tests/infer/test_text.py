@@ -19,7 +19,6 @@ from swiftkv_jax.infer.text import (
     text_decoder,
 )
 from swiftkv_jax.text.stop_strings import StopStrings
-from tests.conftest import TEXT
 from tests.infer.conftest import CHAT_TEMPLATE
 
 # Byte -> how ByteLevel writes it: printable ones as themselves, the others from 256 on.
@@ -34,30 +33,6 @@ ALPHABET = "ab \nßé東京🙂👩‍👩‍👧\u0301�"
 def streamed(tokenizer, ids) -> list[str]:
     detokenizer = Detokenizer(tokenizer)
     return [detokenizer.push(token) for token in ids] + [detokenizer.finish()]
-
-
-def test_text_in_pieces_is_the_text(tokenizer):
-    rng = random.Random(0)
-    for text in [
-        TEXT,
-        "",
-        *("".join(rng.choices(ALPHABET, k=rng.randint(1, 40))) for _ in range(200)),
-    ]:
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        pieces = streamed(tokenizer, ids)
-        assert "".join(pieces) == text
-        if "�" not in text:
-            assert not any("�" in piece for piece in pieces)
-
-
-def test_any_tokens_give_their_text(tokenizer):
-    """Random tokens are mostly broken bytes."""
-    rng = random.Random(1)
-    for _ in range(300):
-        ids = [rng.randrange(len(tokenizer)) for _ in range(rng.randint(1, 30))]
-        assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
 
 
 @pytest.mark.parametrize("stops", [[], ["never"]])
@@ -81,14 +56,16 @@ def test_special_tokens_are_not_decoded_again(tokenizer, stops, monkeypatch):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_tokens_at_once_give_the_same_text(tokenizer, size):
-    """Bytes of characters that other calls bring the rest of, and bytes that become none."""
+    """Bytes of characters that other calls bring the rest of, bytes that become none, and special
+    tokens."""
     rng = np.random.default_rng(size)
     for seed in range(40):
-        ids = rng.integers(3, len(tokenizer), 40 if seed % 2 else 8).tolist()
+        ids = rng.integers(len(tokenizer), size=40 if seed % 2 else 8).tolist()
         ids += tokenizer("naïve – 漢字 🤖", add_special_tokens=False)["input_ids"]
         detokenizer = Detokenizer(tokenizer)
         parts = [detokenizer.push_all(ids[at : at + size]) for at in range(0, len(ids), size)]
-        assert "".join([*parts, detokenizer.finish()]) == tokenizer.decode(ids)
+        whole = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert "".join([*parts, detokenizer.finish()]) == whole
 
 
 def test_a_stream_is_never_broken(tokenizer):

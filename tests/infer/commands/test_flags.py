@@ -12,53 +12,6 @@ from swiftkv_jax.infer import EngineOptions, SamplingParams
 from swiftkv_jax.infer.__main__ import parser
 from swiftkv_jax.infer.commands.sampling_options import sampling_params
 
-MODEL = (
-    "--model --revision --swiftkv --dtype --quantization --mesh --attention --coordinator-address "
-    "--num-processes --process-id".split()
-)
-ENGINE = """--max-model-len --max-num-seqs --max-num-batched-tokens --decode-steps --kv-cache-dtype
-    --kv-cache-memory --memory-utilization --page-size --enable-prefix-caching
-    --generated-kv --exact-tail --compiler-option --compile-cache --reserve-tokens
-    --single-step-rows""".split()
-SERVE = """--host --port --uds --root-path --ssl-certfile --ssl-keyfile --served-model-name
-    --api-key --api-key-file --insecure --metrics-public
-    --allowed-origins --allowed-hosts --unknown-fields --tool-call-parser --reasoning-parser
-    --chat-template --chat-template-kwargs --no-structured-outputs --share-prefix-cache
-    --enable-scoring --enable-tokenizer-info --enable-auto-tool-choice
-    --max-connections --max-body-size --max-queued-bytes --max-num-queued-reqs
-    --max-num-queued-tokens
-    --max-reqs-per-key --scheduling-policy --queue-timeout --request-timeout
-    --write-timeout --shutdown-timeout --stall-timeout --keep-alive-timeout --shutdown-delay
-    --sse-keep-alive --default-max-tokens --max-tokens-limit
-    --no-page --log-json --log-requests --max-log-len --enable-per-request-metrics
-    --kv-events-config --enable-lora --lora-modules --max-loras --max-lora-rank
-    --allow-runtime-lora""".split()
-DISTRIBUTION = """--temperature --top-k --top-p --min-p --repetition-penalty --presence-penalty
-    --frequency-penalty""".split()
-SAMPLING = [
-    *DISTRIBUTION,
-    *"""--max-tokens --min-tokens --logit-bias --seed --stop --stop-token-ids
-    --ignore-eos""".split(),
-]
-
-
-def test_flags_stay():
-    """The command line is public: a flag goes only by decision."""
-    own = "--prompt --prompt-file --input --output --resume --stream --n --logprobs".split()
-    own += ["--chat-template"]
-    assert _flags("generate") >= {*MODEL, *ENGINE, *SAMPLING, *own, "stdin"}
-    assert _flags("chat") >= {*MODEL, *ENGINE, *SAMPLING, "--system-prompt", "--chat-template"}
-    assert _flags("serve") >= {*MODEL, *ENGINE, *SERVE, *DISTRIBUTION, "directory"}
-    assert _flags("score") >= {*MODEL, *ENGINE, "--input", "--output", "--resume"}
-
-
-def _flags(command: str) -> set[str]:
-    actions = [action for action in parser(command)._actions if action.dest != "help"]
-    assert all(action.help for action in actions)
-    return {
-        action.option_strings[0] if action.option_strings else action.dest for action in actions
-    }
-
 
 def parsed(*argv: str) -> Namespace:
     return parser("generate").parse_args(argv)

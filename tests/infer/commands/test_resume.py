@@ -1,12 +1,14 @@
 """Output files that survive a kill: no row is lost or written twice, and no file is
 overwritten."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,21 @@ def write(
     except KeyboardInterrupt:
         pass
     return old
+
+
+@contextlib.contextmanager
+def interrupted_once_written(partial: Path, monkeypatch) -> Iterator[None]:
+    """Runs of the block get a Ctrl-C when the file has rows."""
+    step = Engine.step
+
+    def interrupted(engine, **options):
+        if partial.read_bytes():
+            raise KeyboardInterrupt
+        return step(engine, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "step", interrupted)
+        yield
 
 
 def test_output_takes_its_name_at_the_end(tmp_path):
@@ -130,15 +147,7 @@ def test_an_interrupted_run_says_how_to_go_on(checkpoint, run, tmp_path, capsys,
     )
     flags = ("-m", checkpoint, "-i", rows, "--max-tokens", 8, "--max-num-seqs", 2)
     assert run(*flags, "-o", tmp_path / "whole.jsonl") == 0
-    step = Engine.step
-
-    def interrupted(engine, **options):
-        if (tmp_path / "out.jsonl.partial").read_bytes():
-            raise KeyboardInterrupt
-        return step(engine, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Engine, "step", interrupted)
+    with interrupted_once_written(tmp_path / "out.jsonl.partial", monkeypatch):
         assert run(*flags, "-o", out) == 130
     done = len(written(tmp_path / "out.jsonl.partial"))
     assert 0 < done < 6

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.infer import Engine, ScoreRequest
+from swiftkv_jax.infer import ScoreRequest
 from swiftkv_jax.infer.commands.score import perplexity, score_request
 from swiftkv_jax.infer.engine import outputs
+from tests.infer.commands.test_resume import interrupted_once_written
 
 
 def scores(run, folder: Path, checkpoint: Path, *rows: dict, code: int = 0) -> list[dict]:
@@ -105,16 +106,9 @@ def test_an_interrupted_score_goes_on_with_its_total(
     whole = scores(run, tmp_path, checkpoint, *rows)
     total = capsys.readouterr().err.splitlines()[-1]
     (tmp_path / "out.jsonl").unlink()
-    step, partial = Engine.step, tmp_path / "out.jsonl.partial"
-
-    def interrupted(engine, **options):
-        if partial.read_bytes():
-            raise KeyboardInterrupt
-        return step(engine, **options)
-
+    partial = tmp_path / "out.jsonl.partial"
     command = ("score", "-m", checkpoint, "-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl")
-    with monkeypatch.context() as patch:
-        patch.setattr(Engine, "step", interrupted)
+    with interrupted_once_written(partial, monkeypatch):
         assert run(*command) == 130
     assert 0 < partial.read_bytes().count(b"\n") < 5
     assert run(*command, "--resume") == 0

@@ -2,7 +2,6 @@
 does."""
 
 import functools
-import random
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +16,7 @@ from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.infer.runner.model_runner import ModelRunner
 from swiftkv_jax.model.config import GeneratedKV
 from tests import own_kv_oracle, tiny
+from tests.infer.engine import test_engine
 
 LENGTH, TAIL = 64, 6
 LONG = pytest.mark.long
@@ -64,18 +64,8 @@ def model(shape: str = "g=1") -> skv.Model:
 
 def options(mode: str = "tail 6", **fields: Any) -> EngineOptions:
     kv, tail, _ = mode_of(mode)
-    defaults: dict[str, Any] = {
-        "max_model_len": LENGTH,
-        "max_num_seqs": 4,
-        "page_size": 4,
-        "decode_steps": 3,
-        "chunks": (4, 16),
-        "decode_rows": (4,),
-        "scoring": True,
-        "generated_kv": kv,
-        "exact_tail": tail or None,
-    }
-    return EngineOptions(**defaults | fields)
+    defaults = {"max_model_len": LENGTH, "generated_kv": kv, "exact_tail": tail or None}
+    return test_engine.options(**defaults | fields)
 
 
 @functools.cache
@@ -83,14 +73,7 @@ def engine_of(mode: str, *fields: tuple[str, Any]) -> Engine[ModelRunner]:
     return Engine.from_model(model(mode_of(mode).shape), options(mode, **dict(fields)))
 
 
-def prompts_of(seed: int, count: int, longest: int = 24) -> list[tuple[int, ...]]:
-    """Prompts of all lengths; some begin alike."""
-    rng = random.Random(seed)
-    prefixes = [[rng.randrange(61) for _ in range(length)] for length in (0, 3, 9, 16)]
-    return [
-        (*rng.choice(prefixes), *(rng.randrange(61) for _ in range(rng.randint(1, longest - 16))))
-        for _ in range(count)
-    ]
+prompts_of = functools.partial(test_engine.prompts_of, longest=24)
 
 
 def run(engine: Engine, requests) -> list[tuple[list[int], list[float]]]:

@@ -22,6 +22,7 @@ from swiftkv_jax.model.mesh import make_mesh
 from tests import tiny
 from tests.checkpoints.test_adapters import adapter
 from tests.infer.engine.mock_requests import check_empty, drain
+from tests.infer.engine.own_kv_engines import run
 from tests.infer.engine.test_engine import LENGTH, model, options
 from tests.infer.mock_model_runner import continuation, mock_engine
 
@@ -35,7 +36,7 @@ MADE: list[tuple[list[str], dict[str, Any]]] = [
 ]
 """Modules of an adapter, on each upper layer, and its other fields."""
 TENANTS = [f"tenant-{number}" for number in range(len(MADE))]
-Answer = tuple[list[int], np.ndarray]
+Answer = tuple[list[int], list[float]]
 """Tokens, and their log-probabilities."""
 DOCUMENT = np.random.default_rng(0).integers(61, size=41).tolist()
 """Ten pages of four, and the token that is decoded first."""
@@ -108,15 +109,6 @@ def oracle(base, folders) -> Oracle:
 def ask(name: str, prompt: Sequence[int] = DOCUMENT, **fields: Any) -> Request:
     params = SamplingParams(**{"max_tokens": 7, "ignore_eos": True, "logprobs": 0} | fields)
     return Request(prompt, params, adapter=name)
-
-
-def run(engine: Engine, requests) -> list[Answer]:
-    tokens: list[list[int]] = [[] for _ in requests]
-    logprobs: list[list[float]] = [[] for _ in requests]
-    for number, output in engine.run(requests):
-        tokens[number] += output.token_ids
-        logprobs[number] += [one.logprob for one in output.logprobs or ()]
-    return [(ids, np.array(values)) for ids, values in zip(tokens, logprobs, strict=True)]
 
 
 def assert_same(found: Answer, expected: Answer) -> None:

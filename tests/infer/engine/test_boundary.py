@@ -3,7 +3,7 @@ those of whole sequences, whatever the chunks, the neighbours and the cache hold
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,14 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax.infer.engine.engine import Engine
-from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.requests import Request, ScoreRequest
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.infer.runner.model_runner import ModelRunner
 from swiftkv_jax.model.config import GeneratedKV, LayerKind
 from swiftkv_jax.model.mesh import make_mesh
+from tests.infer.engine import test_engine
 from tests.infer.engine.own_kv_engines import prompts_of
-from tests.infer.engine.test_scheduler import check_empty
+from tests.infer.engine.test_speculation import Answers, answers
 from tests.test_boundary import model_of
 
 LENGTH, PAGE = 48, 4
@@ -63,17 +63,7 @@ def student(name: str) -> skv.Model:
     return skv.Model(llama, delta, config)
 
 
-def options(**fields: Any) -> EngineOptions:
-    defaults: dict[str, Any] = {
-        "max_model_len": LENGTH,
-        "max_num_seqs": 4,
-        "page_size": PAGE,
-        "decode_steps": 3,
-        "chunks": (8,),
-        "decode_rows": (4,),
-        "scoring": True,
-    }
-    return EngineOptions(**defaults | fields)
+options = functools.partial(test_engine.options, max_model_len=LENGTH, chunks=(8,))
 
 
 @functools.cache
@@ -93,20 +83,6 @@ def requests_of(seed: int) -> list[Request | ScoreRequest]:
         Request((9,), both),
         *(ScoreRequest((*row, *row[:5]), len(row)) for row in rows),
     ]
-
-
-Answers = dict[tuple[int, int], tuple[list[int], list[float]]]
-
-
-def answers(engine: Engine, requests) -> Answers:
-    """(number of the request, of the sample) -> (tokens, their log-probabilities)."""
-    found: Answers = {}
-    for number, output in engine.run(requests):
-        tokens, logprobs = found.setdefault((number, output.sample), ([], []))
-        tokens.extend(output.token_ids)
-        logprobs.extend(entry.logprob for entry in output.logprobs or ())
-    check_empty(engine)
-    return found
 
 
 @functools.cache
@@ -132,8 +108,8 @@ def expected_logprobs(name: str, request, tokens: list[int]) -> np.ndarray:
 
 
 def check(name: str, requests, found: Answers) -> None:
-    assert sum(len(tokens) for tokens, _ in found.values()) > 7 * len(requests) - 12
-    for (number, _), (tokens, logprobs) in found.items():
+    assert sum(len(tokens) for tokens, *_ in found.values()) > 7 * len(requests) - 12
+    for (number, _), (tokens, logprobs, _) in found.items():
         expected = expected_logprobs(name, requests[number], tokens)
         np.testing.assert_allclose(logprobs, expected, atol=1e-5, rtol=1e-5)
 
@@ -151,8 +127,8 @@ def test_answers_and_scores_are_those_of_whole_sequences(name):
     warm = answers(engine, requests)
     assert engine.prefix_stats.hits > hits
     check(name, requests, warm)
-    assert {key: tokens for key, (tokens, _) in warm.items()} == {
-        key: tokens for key, (tokens, _) in cold.items()
+    assert {key: answer[0] for key, answer in warm.items()} == {
+        key: answer[0] for key, answer in cold.items()
     }
     assert engine.stats.compilations == 0
 
@@ -228,7 +204,7 @@ def test_windows_give_back_no_page_that_a_tap_reads():
     engine = Engine.from_model(model, options(scoring=False))
     params = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=0)
     requests = [Request(tuple(range(first, first + 11)), params) for first in (0, 20)]
-    for (number, _), (tokens, logprobs) in answers(engine, requests * 2).items():
+    for (number, _), (tokens, logprobs, _) in answers(engine, requests * 2).items():
         row = (*(requests * 2)[number].prompt, *tokens)
         logits = skv.logits(model, np.array([row]))[0, 10:-1]
         expected = jax.nn.log_softmax(logits, axis=-1)[np.arange(8), np.array(tokens)]

@@ -110,12 +110,12 @@ def collect(engine: Engine[ModelRunner], requests) -> dict[int, list[list[int]]]
     }
 
 
-def prompts_of(seed: int, count: int) -> list[tuple[int, ...]]:
+def prompts_of(seed: int, count: int, longest: int = 36) -> list[tuple[int, ...]]:
     """Prompts of all lengths; some begin alike."""
     rng = random.Random(seed)
     prefixes = [[rng.randrange(61) for _ in range(length)] for length in (0, 3, 9, 16)]
     return [
-        (*rng.choice(prefixes), *(rng.randrange(61) for _ in range(rng.randint(1, 20))))
+        (*rng.choice(prefixes), *(rng.randrange(61) for _ in range(rng.randint(1, longest - 16))))
         for _ in range(count)
     ]
 

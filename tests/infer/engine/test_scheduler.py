@@ -28,18 +28,6 @@ def answers(engine: Engine, requests) -> dict[tuple[int, int], list[int]]:
     return outputs
 
 
-@pytest.mark.parametrize("dp_size", [1, 2])
-def test_each_prompt_gets_its_continuation(dp_size):
-    engine, _ = mock_engine(dp_size=dp_size)
-    prompts = [
-        prompt_of(seed, length)
-        for seed, length in enumerate((1, 2, 3, 4, 5, 8, 9, 30, 40, 17, 1, 4))
-    ]
-    found = answers(engine, [ask(prompt) for prompt in prompts])
-    assert found == {(row, 0): continuation(prompt, 8) for row, prompt in enumerate(prompts)}
-    check_empty(engine)
-
-
 def test_short_prompts_share_a_chunk():
     engine, runner = mock_engine(slots=4, chunk=16, page_size=4)
     list(engine.run([ask(prompt_of(seed, 5)) for seed in range(4)]))
@@ -248,17 +236,6 @@ def test_requests_that_can_never_run_are_refused():
         UsageError, match="the request needs 48 pages of KV cache and 3 slots, there are 16 and 4"
     ):
         small.add_request(ask([1] * 4, 60, n=3))
-
-
-def test_closing_a_run_aborts_its_requests():
-    engine, _ = mock_engine()
-    for number, _ in engine.run(
-        [ask(prompt_of(seed, 9), 40, ignore_eos=True) for seed in range(9)]
-    ):
-        if number == 1:
-            break
-    drain(engine)
-    check_empty(engine)
 
 
 def test_a_prompt_aborted_before_it_decodes_leaves_no_unwritten_page():

@@ -16,18 +16,6 @@ def test_a_slot_is_free_when_the_last_call_of_its_sequence_is_sent():
     assert runner.calls[1:] == ["prefill 8", "decode 2", "decode 2"] * 3
 
 
-@pytest.mark.parametrize("steps_before", [1, 2, 3, 4])
-def test_an_abort_around_the_last_call_leaves_the_next_sequence_alone(steps_before):
-    engine, _ = mock_engine(slots=1, steps=4)
-    first, second = (engine.add_request(ask(prompt_of(n, 5), 8, ignore_eos=True)) for n in (1, 2))
-    events = [event for _ in range(steps_before) for event in engine.step()]
-    engine.abort_request(first)
-    events += drain(engine)
-    check_empty(engine)
-    tokens = [id for event in events if event.request_id == second for id in event.token_ids]
-    assert tokens == continuation(prompt_of(2, 5), 8, ends=False)
-
-
 def test_a_sequence_without_a_slot_still_counts_as_running():
     engine, _ = mock_engine(slots=1, steps=4)
     engine.add_request(ask(prompt_of(1, 5), 4, ignore_eos=True))

@@ -41,18 +41,6 @@ def positions(batch: int, position: int = PROMPT_LENGTH) -> np.ndarray:
     return np.full(batch, position, np.int32)
 
 
-@pytest.mark.parametrize("fields", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}], ids=str)
-def test_the_first_of_the_likeliest_alone(fields):
-    """What leaves one token leaves the one that a greedy row takes; of equals the first, but that
-    min-p leaves all."""
-    logits, token_counts, position = mixture_inputs(8)
-    logits[:, [9, 5]] = 7
-    found = jitted_sample(
-        logits, rows(*[SamplingParams(temperature=2.0, **fields)] * 8), token_counts, position
-    )
-    assert set(found.token.tolist()) <= ({5, 9} if "min_p" in fields else {5})
-
-
 def test_edits_are_those_of_numpy():
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(3, 500)).astype(np.float32) * 5
@@ -84,22 +72,6 @@ def test_edits_are_those_of_numpy():
     expected[list(params[1].logit_bias)] += np.array(list(params[1].logit_bias.values()))
     np.testing.assert_allclose(edited[1], expected, rtol=1e-5, atol=1e-5)
     assert np.array_equal(edited[2], logits[2])
-
-
-@pytest.mark.parametrize(("ignore_eos", "masked"), [(False, [2, 7, 9]), (True, [9])])
-def test_min_tokens_masks_the_end_tokens_until_then(ignore_eos, masked):
-    batch = rows(
-        SamplingParams(min_tokens=2, stop_token_ids=(9,), ignore_eos=ignore_eos),
-        eos_token_ids=(2, 7),
-    )
-    for new_tokens in range(4):
-        edited = jitted_penalties(
-            np.zeros((1, V), np.float32),
-            batch,
-            np.zeros((1, V), np.uint16),
-            positions(1, PROMPT_LENGTH - 1 + new_tokens),
-        )
-        assert np.flatnonzero(np.isneginf(edited[0])).tolist() == (masked if new_tokens < 2 else [])
 
 
 def test_log_probabilities_are_the_models_own():
