@@ -87,6 +87,7 @@ def enable_compilation_cache(folder: str | os.PathLike[str]) -> None:
     for its owner alone, and one that others own or can write is refused with `UsageError`.
     """
     folder = private_directory("compile_cache", folder)
+    (folder / "programs").mkdir(exist_ok=True)  # infer.runner.kept_programs
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -17,6 +17,7 @@ import jax
 from tqdm import tqdm
 
 from ...errors import UsageError
+from .kept_programs import KeptPrograms
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +35,10 @@ def compile_all[Program](
     on_progress: Callable[[int, int], object] | None = None,
     options: Mapping[str, CompilerOption] | None = None,
     defaults: Callable[[Program], Mapping[str, CompilerOption]] = lambda _: {},
+    kept: KeptPrograms | None = None,
 ) -> dict[Program, jax.stages.Compiled]:
-    """Lower the programs one after the other and compile as many at once as there are cores.
+    """Lower the programs one after the other and compile as many at once as there are cores, but
+    for those that are `kept`.
 
     `on_progress` is called with the number of compiled programs and of all, first with 0; a
     terminal shows a progress bar, and without one the log has a line every `LOG_INTERVAL`. XLA gets
@@ -43,8 +46,16 @@ def compile_all[Program](
     order of `lowered`. Raises `UsageError` for `options` that XLA refuses.
     """
 
+    def options_of(key: Program) -> dict[str, CompilerOption] | None:
+        return {**defaults(key), **(options or {})} or None
+
     def compile_one(key: Program, program: jax.stages.Lowered) -> jax.stages.Compiled:
-        return program.compile(compiler_options={**defaults(key), **(options or {})} or None)
+        if kept is None:
+            return program.compile(compiler_options=options_of(key))
+        return kept.compile(lowered[key], options_of(key), program)
+
+    def load(key: Program) -> jax.stages.Compiled | None:
+        return None if kept is None else kept.load(lowered[key], options_of(key))
 
     bar = tqdm(total=len(lowered), desc="compiling", unit="program", disable=None, leave=False)
     workers = min(len(lowered), os.cpu_count() or 1)
@@ -54,7 +65,16 @@ def compile_all[Program](
     with bar, logged, _uncollected(), pool:
         if on_progress is not None:
             on_progress(0, len(lowered))
-        running = {pool.submit(compile_one, key, lower()): key for key, lower in lowered.items()}
+        found = zip(lowered, pool.map(load, lowered), strict=True)
+        compiled |= {key: program for key, program in found if program is not None}
+        bar.update(len(compiled))
+        if compiled and on_progress is not None:
+            on_progress(len(compiled), len(lowered))
+        running = {
+            pool.submit(compile_one, key, lower()): key
+            for key, lower in lowered.items()
+            if key not in compiled
+        }
         for done in concurrent.futures.as_completed(running):
             try:
                 compiled[running[done]] = done.result()

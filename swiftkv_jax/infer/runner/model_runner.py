@@ -34,6 +34,7 @@ from .decode_state import DecodeBatch, batch_of, decode_rows, empty_batch, page_
 from .drafts import history_of
 from .exit import wait_at_exit, wait_for
 from .host_pages import WARM_UP, HostPages
+from .kept_programs import KeptPrograms
 from .layout import Layout
 from .lowering import (
     COPY_PAGES,
@@ -175,7 +176,8 @@ class ModelRunner:
             lowered = lower_all(self.layout, self.shapes, self.weights, self._attention)
             options = self._compiler_options
             defaults = functools.partial(compiler_defaults, platform=self._device.platform)
-            self._compiled = compile_all(lowered, self._on_compile, options, defaults)
+            kept = None if self.layout.mesh is not None else KeptPrograms.of(self._device)
+            self._compiled = compile_all(lowered, self._on_compile, options, defaults, kept)
         except ImplementationError as error:
             raise UsageError(error.of_option("attention"), option="attention") from error
         state, limit, mesh = self.layout.state(self.shapes), self._memory_limit, self.layout.mesh

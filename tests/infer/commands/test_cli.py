@@ -273,9 +273,12 @@ def test_as_a_process(checkpoint, tokenizer, greedy, tmp_path):
         f"{tmp_path / 'compiled'}".split()
     )
     command = [sys.executable, "-m", "swiftkv_jax.infer", "-m", str(checkpoint), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3])
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == tokenizer.decode(greedy(encode(tokenizer, "print"), 8)) + "\n"
-    assert os.stat(tmp_path / "compiled").st_mode & 0o77 == 0 and any(
-        (tmp_path / "compiled").iterdir()
-    )
+    for _ in ("compiled", "kept"):
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=Path(__file__).parents[3]
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == tokenizer.decode(greedy(encode(tokenizer, "print"), 8)) + "\n"
+        assert os.stat(tmp_path / "compiled").st_mode & 0o77 == 0
+        programs = [path.name for path in (tmp_path / "compiled" / "programs").iterdir()]
+        assert any(name.startswith("decode-") for name in programs), programs
