@@ -50,13 +50,13 @@ class KeptPrograms:
 
     @classmethod
     def of(cls, device: Any) -> KeptPrograms | None:
-        """Those beside JAX's cache; None where nothing is to be kept."""
+        """The programs beside JAX's cache; None where nothing is to be kept."""
         cache = jax.config.jax_compilation_cache_dir
         folder = Path(cache or "") / FOLDER
         return cls(folder, device) if cache and folder.is_dir() else None
 
     def load(self, lower: Lower, options: Options) -> jax.stages.Compiled | None:
-        """The program that `lower` would make and these options compile; None if it is not here."""
+        """The program of `lower`, compiled with these options; None if it is not here."""
         path = self._path(lower, options)
         if path is None or not path.exists():
             return None
@@ -95,7 +95,7 @@ class KeptPrograms:
         return compiled
 
     def _path(self, lower: Lower, options: Options) -> Path | None:
-        """Where a program is; None if what it is made from has no exact text."""
+        """The file of a program; None if what it is made from has no exact text."""
         if not isinstance(lower, functools.partial):
             return None
         function, *operands = lower.args
@@ -119,7 +119,7 @@ def _code() -> str:
 
 
 def _processor(device: Any) -> str:
-    """What machine code for a CPU may use, where the system says it."""
+    """Features of a CPU that machine code may use, where the system says them."""
     path = Path("/proc/cpuinfo")
     if device.platform != "cpu" or not path.exists():
         return ""
