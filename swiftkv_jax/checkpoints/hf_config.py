@@ -277,7 +277,9 @@ def text_fields(hf: Fields) -> dict[str, Any]:
                 fields["torch_dtype"] = part[name]
     places = {_QUANTIZATION: hf, f"text_config: {_QUANTIZATION}": text}
     quantization = agreed({name: part.get(_QUANTIZATION) for name, part in places.items()})
-    return fields if quantization is None else fields | {_QUANTIZATION: quantization}
+    if quantization is not None:
+        fields[_QUANTIZATION] = quantization
+    return fields
 
 
 def ties_without_head(hf: Fields) -> bool:

@@ -11,6 +11,7 @@ wrong dtype is an error, and one error names all kinds of them.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -230,7 +231,7 @@ def _weight_files(path: Path) -> list[Path]:
             raise CheckpointError(
                 f"{path / INDEX}: weight files must lie in the same directory: {first_of(unsafe)}"
             )
-        if absent := [name for name in names if not _is_file(path / name)]:
+        if absent := [name for name in names if not os.path.isfile(path / name)]:
             raise CheckpointError(
                 f"{path}: missing weight files that {INDEX} lists: {first_of(absent)}"
             )
@@ -239,14 +240,6 @@ def _weight_files(path: Path) -> list[Path]:
         return [path / SINGLE_FILE]
     reason = foreign.without_weights(path) or f"no weights: looked for {INDEX} and {SINGLE_FILE}"
     raise CheckpointError(f"{path}: {reason}")
-
-
-def _is_file(path: Path) -> bool:
-    """Whether there is such a file. A name that is too long for the file system has none."""
-    try:
-        return path.is_file()
-    except OSError:
-        return False
 
 
 # Names ------------------------------------------------------------------------

@@ -56,7 +56,8 @@ def is_repository(model: str | os.PathLike[str]) -> bool:
     `./` or ends in `.gguf` is a path."""
     model = os.fspath(model)
     found = _NAME.fullmatch(model)
-    return found is not None and not foreign.is_path(found["repository"]) and not _exists(model)
+    is_name = found is not None and not foreign.is_path(found["repository"])
+    return is_name and not os.path.exists(model)
 
 
 def local_path(
@@ -73,7 +74,7 @@ def local_path(
     """
     model = os.fspath(model)
     if not is_repository(model):
-        if foreign.is_path(model) and not _exists(model):
+        if foreign.is_path(model) and not os.path.exists(model):
             raise CheckpointError(f"{model}: {foreign.missing(model)}")
         if revision is not None:
             raise UsageError(f"`revision`={revision}: {model} is not a name on the Hub")
@@ -99,13 +100,6 @@ def repository_of(path: Path) -> tuple[str, str] | None:
         if folder.parent.name == "snapshots" and kind == "models" and name:
             return name.replace("--", "/", 1), folder.name
     return None
-
-
-def _exists(model: str) -> bool:
-    try:
-        return Path(model).exists()
-    except OSError:  # a name that no file can have
-        return False
 
 
 def _fetch(name: str, wanted: str | None, revision: str | None, *, weights: bool) -> Path:

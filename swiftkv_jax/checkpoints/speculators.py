@@ -189,22 +189,24 @@ def _parse_config(fields: Mapping[str, Any]) -> tuple[SpeculatorConfig, _Layout]
     for name in _FLAGS:
         check_kind(name, fields.get(name), "flag")
     sizes = {name: _size(fields, name) for name in _SIZES}
-    is_ibms = sizes["input_hidden_dim"] is None
+    layout, of_hidden, needed = _RNN, "input_hidden_dim", ["inner_dim"]
+    if sizes["input_hidden_dim"] is None:  # IBM's
+        layout, of_hidden, needed = _MLP, "emb_dim", []
     method = fields.get("method") or "sum_rnn"
     if method not in GATES:
         raise ConfigError(f"method={shown(method)} is not supported: {', '.join(GATES)} are")
-    needed = ["n_predict", "vocab_size", "emb_dim", *([] if is_ibms else ["inner_dim"])]
+    needed = ["n_predict", "vocab_size", "emb_dim", *needed]
     if missing := [name for name in needed if not sizes[name]]:
         raise ConfigError(f"{missing[0]} is missing")
-    hidden = sizes["emb_dim" if is_ibms else "input_hidden_dim"]
+    hidden = sizes[of_hidden]
     inner = sizes["inner_dim"] or hidden
-    if not is_ibms:
+    if layout is _RNN:
         agreed({name: sizes[name] for name in ("inner_dim", "emb_dim", "proj_dim")})
     config = SpeculatorConfig(
         method,
         check_integer("n_predict", sizes["n_predict"]),
         check_integer("vocab_size", sizes["vocab_size"]),
-        hidden_dim=check_integer("emb_dim" if is_ibms else "input_hidden_dim", hidden),
+        hidden_dim=check_integer(of_hidden, hidden),
         inner_dim=check_integer("inner_dim", inner),
         tie_weights=bool(fields.get("tie_weights")),
         scale_input=bool(fields.get("scale_input")),
@@ -214,7 +216,7 @@ def _parse_config(fields: Mapping[str, Any]) -> tuple[SpeculatorConfig, _Layout]
             if not fields.get(name):
                 raise ConfigError(f"{name}={shown(fields.get(name))}: sum_lstm needs it")
         return config, _LSTM
-    return config, _MLP if is_ibms else _RNN
+    return config, layout
 
 
 def _size(fields: Mapping[str, Any], name: str) -> int | None:

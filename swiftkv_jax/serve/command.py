@@ -125,7 +125,7 @@ def main(args: argparse.Namespace) -> int:
             at = f"{scheme}://{host}:{listener.getsockname()[1]}"
         logger.info(f"listening on {at}")
         name = model_options.name
-        again = None if command.api_key_file is None else (lambda: _keys(command))
+        again = command.api_key_file and (lambda: _keys(command))
         with asyncio.Runner(loop_factory=server.loop_factory()) as runner:
             served = server.serve(
                 options, name, listener, load, read_keys=again, followers=followers

@@ -96,7 +96,7 @@ def _meeting_point(host: str) -> tuple[socket.socket | None, bytes, int]:
         return secret, listeners[0].getsockname()[1]
 
     secret, port = run_on_process_0(begin, (np.zeros(SECRET_BYTES, np.uint8), 0))
-    return listeners[0] if listeners else None, secret.tobytes(), port
+    return next(iter(listeners), None), secret.tobytes(), port
 
 
 def _follow(follower: Follower, loaded: Loaded) -> None:

@@ -254,7 +254,7 @@ def _rope(hf: Fields, field: str, fields: Fields, theta: float, partial: bool) -
         raise ConfigError(f"{field}: rope_type={kind!r} needs {_ORIGINAL}")
     if check_integer(_ORIGINAL, original) <= 1:
         raise ConfigError(f"{_ORIGINAL}={original!r} must be above 1")
-    resolve = _yarn if kind == "yarn" else _longrope
+    resolve = {"yarn": _yarn, "longrope": _longrope}[kind]
     return Rope(theta, resolve(fields, longest, original), fraction)
 
 

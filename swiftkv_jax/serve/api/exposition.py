@@ -89,13 +89,13 @@ def _of_tiers(tiers: Sequence[TierCounts], prefix: PrefixStats) -> Iterator[Row]
     name, missed = "vllm:external_prefix_cache", prefix.queries - prefix.hits + prefix.host_hits
     yield Counter, f"{name}_queries", "Prompt tokens not found on the device.", missed
     yield Counter, f"{name}_hits", "Those that were found in host memory.", prefix.host_hits
-    for kind, field, text in (
-        (Gauge, "pages", "Pages of the prefix cache beyond the device."),
-        (Counter, "saved", "Pages copied to a tier."),
-        (Counter, "loaded", "Pages copied back from it."),
+    for kind, field, end, text in (
+        (Gauge, "pages", "", "Pages of the prefix cache beyond the device."),
+        (Counter, "saved", "_saved", "Pages copied to a tier."),
+        (Counter, "loaded", "_loaded", "Pages copied back from it."),
     ):
-        name = "swiftkv:tier_pages" if field == "pages" else f"swiftkv:tier_pages_{field}"
-        yield kind, name, text, {one.tier: getattr(one, field) for one in tiers}, "tier"
+        values = {one.tier: getattr(one, field) for one in tiers}
+        yield kind, f"swiftkv:tier_pages{end}", text, values, "tier"
     misses: dict[str, int] = dict.fromkeys(("read", "damaged", "write", "queue"), 0)
     for one in tiers:
         misses.update(one.misses)

@@ -57,9 +57,9 @@ class CompletionLogprobs:
                 self._offset += len(self._decoder.decode(spelling.content))
         return {
             "tokens": tokens,
-            "token_logprobs": [None if one is None else _finite(one.logprob) for one in logprobs],
+            "token_logprobs": [one and _finite(one.logprob) for one in logprobs],
             "top_logprobs": [
-                None if one is None else self._top(token, one)
+                one and self._top(token, one)
                 for token, one in zip(token_ids, logprobs, strict=True)
             ],
             "text_offset": offsets,

@@ -168,7 +168,7 @@ class Endpoint:
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
             shown = {"time": now} | found
             parts = (f"{name}={value}" for name, value in shown.items() if value not in ("", []))
-            room = self._app.options.max_log_len if self._app.options.log_requests else 0
+            room = self._app.options.max_log_len * self._app.options.log_requests
             logger.info("%s", printable(" ".join(parts), 1000 + room))
 
 

@@ -132,7 +132,7 @@ def _drop_unknown(
     elif isinstance(kind, inspect.StructType) and isinstance(value, dict):
         if kind.tag_field is not None and value.get(kind.tag_field) != kind.tag:
             return []  # of a union another one is meant
-        prefix = f"{at}." if at else ""
+        prefix = at and f"{at}."
         known = {one.encode_name: one.type for one in kind.fields}
         dropped = [
             name

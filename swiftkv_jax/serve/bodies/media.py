@@ -29,7 +29,7 @@ def text_in_place_of(kind: str) -> str | None:
     """The text that stands for a part of this type; None for one that is no image, sound or file,
     or not known."""
     word = _WORDS.get(kind)
-    return None if word is None else f"[{word} left out: this model reads text]"
+    return word and f"[{word} left out: this model reads text]"
 
 
 def first_said_now(turns: Iterable[tuple[bool, bool]]) -> int:

@@ -76,7 +76,7 @@ def fields_of(request: Request | ScoreRequest) -> Fields:
     common = {
         "tokens": np.asarray(tokens, np.int32).tobytes(),
         "cache_salt": request.cache_salt,
-        "page_keys": None if request.page_keys is None else list(request.page_keys),
+        "page_keys": request.page_keys and list(request.page_keys),
     }
     if is_score:
         return ScoreFields(**common, start=request.start, top_logprobs=request.top_logprobs)
@@ -115,7 +115,7 @@ def request_of(fields: Fields, makers: Makers) -> Request | ScoreRequest:
         tokens,  # type: ignore[arg-type]
         fields.params,
         rng_stream=fields.rng_stream,
-        grammar=None if fields.grammar is None else _matcher_of(fields.grammar, makers),
+        grammar=fields.grammar and _matcher_of(fields.grammar, makers),
         speculative=fields.speculative,
         prediction=tuple(np.frombuffer(fields.prediction, np.int32).tolist()),
         **common,

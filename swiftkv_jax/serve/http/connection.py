@@ -130,10 +130,10 @@ class Connection(H11Protocol):
                     size = min(size, int(length))
                 self._enter("body", self.options.body_timeout + size / BYTES_PER_SECOND)
         elif state is h11.IDLE:
-            phase = "headers" if buffered else "idle"
+            phase, seconds = "idle", self.options.keep_alive_timeout
+            if buffered:
+                phase, seconds = "headers", self.options.header_timeout
             if self._phase != phase:
-                options = self.options
-                seconds = options.header_timeout if buffered else options.keep_alive_timeout
                 self._enter(phase, seconds)
         else:
             self._enter("", math.inf)

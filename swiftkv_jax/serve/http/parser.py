@@ -73,7 +73,7 @@ def in_origin_form(request: h11.Request) -> h11.Request:
     headers = [(name, value) for name, value in request.headers if name != b"host"]
     return h11.Request(
         method=request.method,
-        target=target if target.startswith(b"/") else b"/" + target,
+        target=b"/" + target.removeprefix(b"/"),
         headers=[(b"host", host), *headers],
         http_version=request.http_version,
     )

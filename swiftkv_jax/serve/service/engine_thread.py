@@ -64,7 +64,7 @@ class EngineThread:
         """Make the thread. The callbacks run in it, and must return at once. `followers` are
         the other processes of the mesh; None in a single process. `on_cache_events` gets what has
         entered and left the prefix cache."""
-        self._cache_events = None if on_cache_events is None else engine.record_cache_events()
+        self._cache_events = on_cache_events and engine.record_cache_events()
         self._on_cache_events = on_cache_events
         self._engine = engine
         self._deliver = deliver
@@ -178,9 +178,7 @@ class EngineThread:
                     self._deliver(events)
                 if not engine.has_work and not self._submitted and not self._aborted:
                     self._last_step, start = None, time.monotonic()
-                    self._wake.wait(
-                        None if self._followers is None else self._followers.idle_seconds
-                    )
+                    self._wake.wait(self._followers and self._followers.idle_seconds)
                     self._idle_seconds += time.monotonic() - start
         except BaseException as error:  # whatever it is, no request may wait for ever
             self._on_failure(error if self._followers is None else self._followers.cause(error))
