@@ -11,7 +11,6 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-import swiftkv_jax as skv
 from tests import tiny
 
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -83,10 +82,3 @@ def stored(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
         name: (entry["dtype"], entry["shape"], content[slice(*spans[name])])
         for name, entry in header.items()
     }
-
-
-def assert_same(a: skv.Model, b: skv.Model) -> None:
-    assert jax.tree.structure((a.llama, a.swiftkv)) == jax.tree.structure((b.llama, b.swiftkv))
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert x.dtype == y.dtype and x.shape == y.shape
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))

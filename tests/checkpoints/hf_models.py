@@ -2,14 +2,17 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from safetensors.numpy import load_file, save_file
 
-from swiftkv_jax import Config, Model
+from swiftkv_jax import CheckpointError, Config, Model, load
 from swiftkv_jax.model import transformer
 from swiftkv_jax.model.batch import unpacked_batch
 from swiftkv_jax.model.layers import unembed
@@ -42,7 +45,7 @@ def biased_model(dtype=jnp.float32) -> Model:
     return Model(llama, delta, config=config)
 
 
-def assert_same_models(a: Model, b: Model) -> None:
+def assert_same(a: Model, b: Model) -> None:
     assert a.config == b.config
     assert jax.tree.structure((a.llama, a.swiftkv)) == jax.tree.structure((b.llama, b.swiftkv))
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
@@ -52,14 +55,18 @@ def assert_same_models(a: Model, b: Model) -> None:
 
 def assert_same_files(a: Path, b: Path) -> None:
     """Bit for bit, in any sharding."""
-    ours, theirs = (
-        {name: t for f in sorted(p.glob("*.safetensors")) for name, t in load_file(f).items()}
-        for p in (a, b)
-    )
+    ours, theirs = tensors(a), tensors(b)
     assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert tensor.dtype == theirs[name].dtype and tensor.shape == theirs[name].shape, name
-        assert tensor.tobytes() == theirs[name].tobytes(), name
+    assert not [name for name, tensor in ours.items() if tensor != theirs[name]]
+
+
+def message(path: Any, kind: Any = CheckpointError, read: Callable[[Any], Any] = load) -> str:
+    """Of the error that reading a path raises, without the path that it begins with. One line."""
+    with pytest.raises(kind) as error:
+        read(path)
+    text = str(error.value)
+    assert text.startswith(str(path)) and "\n" not in text
+    return text.removeprefix(str(path)).removeprefix(": ")
 
 
 def student_logits(model: Model) -> jax.Array:

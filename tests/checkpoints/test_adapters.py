@@ -16,7 +16,7 @@ from swiftkv_jax.cli.model_options import ModelOptions
 from swiftkv_jax.convert import main
 from swiftkv_jax.errors import CheckpointError
 from swiftkv_jax.model.mesh import make_mesh
-from tests.checkpoints.hf_models import TIED, assert_same_models, edit, tensors
+from tests.checkpoints.hf_models import TIED, assert_same, edit, tensors
 from tests.checkpoints.hub_server import add, hub_with
 from tests.families import models
 from tests.families.running import logits
@@ -93,9 +93,9 @@ def test_a_student(tmp_path):
     hf, orbax = str(tmp_path / "hf"), str(tmp_path / "orbax")
     assert main(["hf2orbax", str(TIED), orbax, "--adapter", str(found)]) == 0
     assert main(["orbax2hf", str(TIED), hf, "--adapter", str(found)]) == 0
-    assert_same_models(skv.load(orbax), merged)
+    assert_same(skv.load(orbax), merged)
     twice = [skv.load(orbax, adapter=found, mesh=make_mesh("2x2")), skv.load(hf, adapter=found)]
-    assert_same_models(*twice)
+    assert_same(*twice)
 
 
 def test_sums_are_rounded_once(tmp_path):
@@ -110,7 +110,7 @@ def test_sums_are_rounded_once(tmp_path):
         (tmp_path / "narrow", written),
     ):
         exact = skv.load(path, adapter=found, dtype="float32")
-        assert_same_models(jax.tree.map(lambda leaf: leaf.astype("bfloat16"), exact), rounded)
+        assert_same(jax.tree.map(lambda leaf: leaf.astype("bfloat16"), exact), rounded)
     assert {kind for kind, *_ in tensors(tmp_path / "hf").values()} == {"bfloat16"}
 
 
@@ -125,7 +125,7 @@ def test_names_of_a_model_that_takes_images(phi3, tmp_path):
             (3, 4), np.float32
         )
         save_file(renamed, path / WEIGHTS)
-        assert_same_models(skv.load(phi3, adapter=path), merged)
+        assert_same(skv.load(phi3, adapter=path), merged)
 
 
 def message(path: Path, found: Path) -> str:
@@ -239,7 +239,7 @@ def test_eight_bits(fp8, tmp_path):
     assert "fp8, and a sum would be rounded to that again" in message(fp8, found)
     assert main(["orbax2hf", str(TIED), str(tmp_path / "hf"), "--adapter", str(found)]) == 0
     expected = skv.load(tmp_path / "hf", quantization="int8")
-    assert_same_models(skv.load(TIED, quantization="int8", adapter=found), expected)
+    assert_same(skv.load(TIED, quantization="int8", adapter=found), expected)
 
 
 def test_a_delta_alone_is_not_written(tmp_path, capsys):
@@ -251,7 +251,7 @@ def test_a_delta_alone_is_not_written(tmp_path, capsys):
 def test_commands_merge_it_and_find_mistakes_before_they_load(tmp_path):
     found = adapter(tmp_path / "adapter", {"model.layers.0.mlp.up_proj": 0.1})
     options = ModelOptions(model=str(TIED), adapter=str(found))
-    assert_same_models(read_model(options, None), skv.load(TIED, adapter=found))
+    assert_same(read_model(options, None), skv.load(TIED, adapter=found))
     with pytest.raises(CheckpointError, match="adapter_config.json: no such file"):
         open_model(ModelOptions(model=str(TIED), adapter=str(tmp_path)))
 
@@ -262,4 +262,4 @@ def test_names_on_the_hub(phi3, tmp_path, monkeypatch):
         add(server, "org/lora", RECORDED / "phi3", ["model.gguf", "optimizer.pt"])
         merged = skv.load(phi3, adapter="org/lora")
         assert {CONFIG, WEIGHTS} <= set(server.downloaded()) <= {CONFIG, WEIGHTS, ".gitattributes"}
-    assert_same_models(merged, skv.load(phi3, adapter=RECORDED / "phi3"))
+    assert_same(merged, skv.load(phi3, adapter=RECORDED / "phi3"))

@@ -17,6 +17,7 @@ from swiftkv_jax.model.model import Model
 from swiftkv_jax.model.quantization import dequantize, is_quantized
 from swiftkv_jax.model.stacks import split_layers
 from tests import tiny
+from tests.checkpoints.hf_models import assert_same
 
 HF = tiny.hf_config(attention_bias=True)
 TOKENS = tiny.tokens_for(HF, 2, 19)
@@ -50,13 +51,6 @@ def student_of(layers: int, taps: int, group: int, head: int = 0, neurons: int =
 @pytest.fixture(scope="module", params=CUTS, ids=str)
 def student(request) -> Model:
     return student_of(*request.param)
-
-
-def assert_same(found: Model, wanted: Model):
-    """The delta, and the frozen weights, bit for bit."""
-    assert found.config == wanted.config
-    jax.tree.map(np.testing.assert_array_equal, found.swiftkv, wanted.swiftkv)
-    jax.tree.map(np.testing.assert_array_equal, found.llama, wanted.llama)
 
 
 @pytest.mark.parametrize("format", ["full", "delta"])

@@ -11,7 +11,7 @@ from gguf import quants
 from safetensors.numpy import load_file, save_file
 
 import swiftkv_jax as skv
-from swiftkv_jax import CheckpointError, ConfigError, checkpoints
+from swiftkv_jax import ConfigError, checkpoints
 from swiftkv_jax.__main__ import main
 from swiftkv_jax.checkpoints import open_any
 from swiftkv_jax.checkpoints.auxiliary import load_tokenizer
@@ -19,7 +19,7 @@ from swiftkv_jax.checkpoints.gguf import file
 from tests import tiny
 from tests.checkpoints import gguf_files
 from tests.checkpoints.gguf_files import CONTROL, NONE, UNUSED, USER_DEFINED
-from tests.checkpoints.hf_models import assert_same_models
+from tests.checkpoints.hf_models import assert_same, message
 
 LLAMA = tiny.hf_config(
     model_type="llama", num_key_value_layers=0, rope_theta=5e5, hidden_size=64, head_dim=16
@@ -65,15 +65,6 @@ def folder(tmp_path_factory):
     return folder
 
 
-def message(path, error_type=CheckpointError) -> str:
-    """Of the error, without the path that it begins with. One line."""
-    with pytest.raises(error_type) as error:
-        skv.load(path)
-    text = str(error.value)
-    assert text.startswith(str(path)) and "\n" not in text
-    return text.removeprefix(str(path)).removeprefix(": ")
-
-
 # Llama ------------------------------------------------------------------------
 
 
@@ -81,7 +72,7 @@ def test_a_llama_is_the_one_of_the_directory(folder):
     """Rows of q and k are put back, biases too; numbers of 32 bits are those of the config.json."""
     ours = skv.load(folder / "llama.gguf", dtype="float32")
     theirs = skv.load(folder / "hf", dtype="float32")
-    assert_same_models(ours, theirs)
+    assert_same(ours, theirs)
     assert ours.config.norm_eps == 1e-5 and ours.config.ropes[0].theta == 5e5
 
 
@@ -102,10 +93,10 @@ def test_a_split_model_and_a_mesh(folder):
     """Parts of matrices are read where they belong."""
     config = open_any(folder / "hf").config.cut(2, 2)
     one = checkpoints.load(folder / "llama.gguf", config=config)
-    assert_same_models(one, checkpoints.load(folder / "hf", config=config))
+    assert_same(one, checkpoints.load(folder / "hf", config=config))
     mesh = skv.make_mesh((2, 2))
     ours, theirs = (skv.load(folder / name, mesh=mesh) for name in ("llama.gguf", "hf"))
-    assert_same_models(ours, theirs)
+    assert_same(ours, theirs)
     assert ours.llama.lower_qkv.q.sharding == theirs.llama.lower_qkv.q.sharding
 
 
@@ -149,7 +140,7 @@ def test_llama3_scaling_from_its_divisors(tmp_path):
         "original_max_position_embeddings": 8192,
     }
     theirs = skv.load(hf_folder(tmp_path / "hf", stored, rope_scaling=scaling))
-    assert_same_models(ours, theirs)
+    assert_same(ours, theirs)
     more["rope_freqs.weight"][4] *= 1.01
     path = llama_file(tmp_path / "b.gguf", stored, more=more)
     assert message(path, ConfigError).startswith("rope_freqs.weight: these divisors of frequencies")
@@ -244,7 +235,7 @@ def test_parts_are_joined(folder, tmp_path):
     assert len(parts) == 4 and parts[0].name == "m-00001-of-00004.gguf"
     whole = skv.load(folder / "llama.gguf")
     for path in (tmp_path, parts[0], parts[2]):
-        assert_same_models(skv.load(path), whole)
+        assert_same(skv.load(path), whole)
     parts[1].rename(tmp_path / "kept")
     assert message(parts[0]) == "one of 4 parts; missing: m-00002-of-00004.gguf"
     (tmp_path / "kept").rename(parts[1])
@@ -258,7 +249,7 @@ def test_conversions(folder, tmp_path, capsys):
     assert main(["convert", "hf2orbax", path, str(tmp_path / "orbax")]) == 0
     assert main(["convert", "orbax2hf", path, str(tmp_path / "hf")]) == 0
     for name in ("orbax", "hf"):
-        assert_same_models(skv.load(tmp_path / name), skv.load(path))
+        assert_same(skv.load(tmp_path / name), skv.load(path))
     ours, theirs = (load_file(p / "model.safetensors") for p in (tmp_path / "hf", folder / "hf"))
     assert ours.keys() == theirs.keys()
     assert all((ours[name] == theirs[name]).all() for name in ours)

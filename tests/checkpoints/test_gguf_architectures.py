@@ -16,7 +16,7 @@ from swiftkv_jax.checkpoints.gguf.config import hf_fields
 from swiftkv_jax.checkpoints.gguf.file import read_gguf
 from tests.checkpoints import gguf_files
 from tests.checkpoints.gguf_files import NONE
-from tests.checkpoints.hf_models import assert_same_models
+from tests.checkpoints.hf_models import assert_same
 from tests.families import models
 from tests.families.cases import CASES
 
@@ -149,9 +149,9 @@ def test_an_architecture_is_its_family(case, tmp_path):
     ours = skv.load(write(case, tmp_path / "a.gguf"), dtype="float32")
     theirs = models.write(case, tmp_path / "hf", **FILES[case].fields)
     save_file(as_read(case), theirs / "model.safetensors", {"format": "pt"})
-    assert_same_models(ours, skv.load(theirs, dtype="float32"))
+    assert_same(ours, skv.load(theirs, dtype="float32"))
     skv.save_hf(ours, tmp_path / "again")
-    assert_same_models(skv.load(tmp_path / "again", dtype="float32"), ours)
+    assert_same(skv.load(tmp_path / "again", dtype="float32"), ours)
 
 
 def test_every_architecture_has_a_case():

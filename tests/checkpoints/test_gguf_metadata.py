@@ -11,7 +11,8 @@ from swiftkv_jax.checkpoints import open_any
 from swiftkv_jax.infer.commands.sampling_options import checkpoint_params
 from tests.checkpoints import gguf_files
 from tests.checkpoints.gguf_files import NONE
-from tests.checkpoints.test_gguf import LLAMA, TOKENIZER, Type, llama_file, message, tensors
+from tests.checkpoints.hf_models import message
+from tests.checkpoints.test_gguf import LLAMA, TOKENIZER, Type, llama_file, tensors
 
 
 @pytest.mark.parametrize(

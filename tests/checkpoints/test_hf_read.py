@@ -24,8 +24,8 @@ from tests.checkpoints.hf_models import (
     FIXTURES,
     TIED,
     UNTIED,
+    assert_same,
     assert_same_files,
-    assert_same_models,
     biased_model,
     edit,
     student_logits,
@@ -82,7 +82,7 @@ def test_values_beyond_float16_are_refused(tmp_path):
 def test_sharded_load_gives_the_same_model_on_the_mesh(shape):
     mesh, whole = make_mesh(shape), load(TIED)
     model = load(TIED, mesh=mesh)
-    assert_same_models(model, whole)
+    assert_same(model, whole)
     gate = model.llama.lower.gate
     assert gate.sharding.mesh == mesh
     assert gate.addressable_shards[0].data.shape == (4, 160 // shape[1], 64)
@@ -115,7 +115,7 @@ def test_the_teachers_upper_projections_may_be_absent_altogether(tmp_path):
     slim = load(edit(TIED, tmp_path / "slim", drop))
     whole = load(TIED)
     llama = dataclasses.replace(whole.llama, upper_qkv=None)
-    assert_same_models(slim, dataclasses.replace(whole, llama=llama))
+    assert_same(slim, dataclasses.replace(whole, llama=llama))
     for format in ("full", "expanded", "delta"):
         with pytest.raises(UsageError, match="needs the teacher's upper q, k, v"):
             save_hf(slim, tmp_path / "out", format=format)
@@ -146,7 +146,7 @@ def test_inert_extras_are_let_pass(tmp_path):
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
 
-    assert_same_models(load(edit(TIED, tmp_path / "extra", add)), load(TIED))
+    assert_same(load(edit(TIED, tmp_path / "extra", add)), load(TIED))
 
     def differ(tensors):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
@@ -193,7 +193,7 @@ def test_biased_model_round_trips_in_each_dtype(tmp_path, dtype):
         "model.layers.3.self_attn.k_proj_swiftkv.bias" not in biases
         and "lm_head.weight" not in names
     )
-    assert_same_models(load(tmp_path / "out", dtype=dtype), model)
+    assert_same(load(tmp_path / "out", dtype=dtype), model)
 
 
 def test_each_tensor_keeps_its_own_dtype_in_a_mixed_file(tmp_path):
@@ -227,8 +227,8 @@ def test_shards_and_index(tmp_path):
     )
     assert index["metadata"]["total_size"] == sum(leaf.size * 4 for leaf in jax.tree.leaves(model))
     assert sorted(set(index["weight_map"].values())) == files
-    assert_same_models(load(tmp_path / "out"), model)
-    assert_same_models(load(tmp_path / "out", mesh=make_mesh((2, 2))), model)
+    assert_same(load(tmp_path / "out"), model)
+    assert_same(load(tmp_path / "out", mesh=make_mesh((2, 2))), model)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_delta_holds_what_was_trained_and_fits_only_its_base(tmp_path):
     assert load_file(tmp_path / "delta/model.safetensors").keys() == trained
     save_hf(Model(model.llama, None, config=model.config), tmp_path / "base")
     base = load(tmp_path / "base")
-    assert_same_models(load_delta(tmp_path / "delta", base), model)
+    assert_same(load_delta(tmp_path / "delta", base), model)
     with pytest.raises(CheckpointError, match="holds only the trained tensors"):
         load(tmp_path / "delta")
     llama = dataclasses.replace(base.llama, final_norm=base.llama.final_norm + 1)
@@ -273,7 +273,7 @@ def test_gradients_are_exported_under_the_same_names(tmp_path):
     model = biased_model()
     gradients = jax.tree.map(lambda leaf: -2 * leaf, model)
     save_hf(gradients, tmp_path / "gradients")
-    assert_same_models(load(tmp_path / "gradients"), gradients)
+    assert_same(load(tmp_path / "gradients"), gradients)
 
 
 def test_config_is_written_as_transformers_4_reads_it(tmp_path):

@@ -14,7 +14,7 @@ from swiftkv_jax.checkpoints.gguf.file import shards
 from swiftkv_jax.checkpoints.hub import local_path, repository_of
 from tests import tiny
 from tests.checkpoints import gguf_files
-from tests.checkpoints.hf_models import UNTIED
+from tests.checkpoints.hf_models import UNTIED, message
 from tests.checkpoints.hub_server import Hub, add, commit_of, hub_with, set_endpoint
 
 
@@ -86,18 +86,11 @@ def test_gguf_files_that_the_cache_lacks(server, monkeypatch):
     local_path("org/ggufs:Q4_K_M")
     set_endpoint(monkeypatch, "http://127.0.0.1:1")
     only = "of the repository's GGUF files the cache has only m-Q4_K_M.gguf"
-
-    def message(name: str) -> str:
-        with pytest.raises(CheckpointError) as error:
-            local_path(name)
-        return str(error.value)
-
-    assert message("org/ggufs:Q6_K") == (
-        f"org/ggufs:Q6_K: the Hub at http://127.0.0.1:1 cannot be reached; {only}"
-    )
+    found = message("org/ggufs:Q6_K", read=local_path)
+    assert found == f"the Hub at http://127.0.0.1:1 cannot be reached; {only}"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     offline = "offline: unset HF_HUB_OFFLINE to download it"
-    assert message("org/ggufs:Q6_K") == f"org/ggufs:Q6_K: {offline}; {only}"
+    assert message("org/ggufs:Q6_K", read=local_path) == f"{offline}; {only}"
 
 
 PARTS = [f"big/m-Q6_K-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
@@ -154,6 +147,4 @@ def test_gguf_files_that_are_not_there(model, text, server):
     add(server, "org/ggufs", None, [*GGUFS, "m-UD-Q4_K_M.gguf"])
     add(server, "org/parts", None, PARTS[1:])
     add(server, "org/st", None, ["model.safetensors"])
-    with pytest.raises(CheckpointError) as error:
-        local_path(model)
-    assert str(error.value) == f"{model}: {text}"
+    assert message(model, read=local_path) == text

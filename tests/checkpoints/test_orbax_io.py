@@ -18,7 +18,7 @@ from swiftkv_jax.checkpoints import orbax_io
 from swiftkv_jax.checkpoints.digest import digest
 from swiftkv_jax.checkpoints.source import from_model
 from swiftkv_jax.model.mesh import make_mesh
-from tests.checkpoints.hf_models import TIED, assert_same_models, biased_model
+from tests.checkpoints.hf_models import TIED, assert_same, biased_model
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_layout(saved):
 def test_load_is_exact_on_any_mesh(saved, mesh: tuple[int, int] | None):
     on = None if mesh is None else make_mesh(mesh)
     model = load(saved, mesh=on)
-    assert_same_models(model, load(TIED))
+    assert_same(model, load(TIED))
     assert model.eos_token_ids == (1,)
     if mesh is not None:
         assert model.llama.embed.sharding.mesh == on
@@ -73,18 +73,18 @@ def test_a_model_saved_from_a_mesh_has_the_same_digests(tmp_path, saved):
 def test_empty_stacks_and_half_precision(tmp_path):
     biased = biased_model(jnp.float16)
     save(biased, tmp_path / "biased")
-    assert_same_models(load(tmp_path / "biased", dtype=jnp.float16), biased)
+    assert_same(load(tmp_path / "biased", dtype=jnp.float16), biased)
     plain = dataclasses.replace(add_swiftkv(biased, 6), swiftkv=None)
     save(plain, tmp_path / "plain")
     assert not (tmp_path / "plain/weights/upper.gate").exists()
-    assert_same_models(load(tmp_path / "plain", dtype=jnp.float16), plain)
+    assert_same(load(tmp_path / "plain", dtype=jnp.float16), plain)
 
 
 def test_a_student_without_the_teacher(tmp_path):
     model = biased_model()
     slim = dataclasses.replace(model, llama=dataclasses.replace(model.llama, upper_qkv=None))
     save(slim, tmp_path / "slim")
-    assert_same_models(load(tmp_path / "slim"), slim)
+    assert_same(load(tmp_path / "slim"), slim)
     with pytest.raises(
         CheckpointError, match="were dropped: a checkpoint with them is needed to split its layers"
     ):
@@ -95,7 +95,7 @@ def test_a_student_without_the_teacher(tmp_path):
 def test_a_cut_without_a_delta(tmp_path):
     cut = dataclasses.replace(biased_model(), swiftkv=None)
     save(cut, tmp_path / "cut")
-    assert_same_models(load(tmp_path / "cut"), cut)
+    assert_same(load(tmp_path / "cut"), cut)
 
 
 @pytest.mark.short("cut0")
@@ -106,7 +106,7 @@ def test_layers_can_be_split_elsewhere_while_loading(saved, cut):
     model = checkpoints.load(saved, config=config, mesh=make_mesh((1, 2)))
     assert model.config == config and model.swiftkv is None
     both = checkpoints.load(TIED, config=config)
-    assert_same_models(model, both)
+    assert_same(model, both)
 
 
 # Writing ----------------------------------------------------------------------

@@ -3,28 +3,11 @@ alone."""
 
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from swiftkv_jax import Config, Model, save_hf
-from swiftkv_jax.model.params import llama_shapes, swiftkv_shapes
+from swiftkv_jax import save_hf
+from tests.checkpoints.hf_models import biased_model
 from tests.two_processes import run_together
-
-CONFIG = Config(
-    vocab_size=48, embed_dim=32, mlp_dim=24, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8
-)
-
-
-def model() -> Model:
-    config, numbers = CONFIG.cut(2), np.random.default_rng(0)
-    shapes = llama_shapes(config), swiftkv_shapes(config)
-    llama, delta = jax.tree.map(
-        lambda leaf: jnp.asarray(numbers.standard_normal(leaf.shape), jnp.float32), shapes
-    )
-    return Model(llama, delta, config=config)
-
 
 WORK = """
     import importlib.util, os
@@ -40,7 +23,7 @@ WORK = """
     tests = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tests)
 
-    mesh, model = make_mesh((1, 2)), tests.model()
+    mesh, model = make_mesh((1, 2)), tests.biased_model()
     def put_leaf(x, sharding):
         return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
     put = lambda tree, shardings: jax.tree.map(put_leaf, tree, shardings)
@@ -81,7 +64,7 @@ def together(tmp_path_factory) -> Path:
 @pytest.mark.long
 @pytest.mark.parametrize("format", ["full", "delta"])
 def test_an_export_is_that_of_one_process(together, tmp_path, format):
-    save_hf(model(), tmp_path / format, format=format)
+    save_hf(biased_model(), tmp_path / format, format=format)
     files = sorted(path.name for path in (tmp_path / format).iterdir())
     assert files == sorted(path.name for path in (together / format).iterdir())
     for name in files:

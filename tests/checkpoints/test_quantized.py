@@ -21,13 +21,13 @@ from tests import tiny
 from tests.checkpoints.fp8_files import (
     E4M3,
     QUANTIZATION_CONFIG,
-    assert_same,
     dequantized,
     fp8_tensors,
     hf_fields,
     stored,
     write,
 )
+from tests.checkpoints.hf_models import assert_same
 
 # Reading ----------------------------------------------------------------------
 

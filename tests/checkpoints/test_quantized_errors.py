@@ -15,12 +15,12 @@ from swiftkv_jax.checkpoints.hf_read import load_delta
 from tests import tiny
 from tests.checkpoints.fp8_files import (
     E4M3,
-    assert_same,
     fp8_tensors,
     hf_fields,
     tokens,
     write,
 )
+from tests.checkpoints.hf_models import assert_same
 from tests.checkpoints.quantized_files import directory
 
 OUT = "model.layers.1.self_attn.o_proj"

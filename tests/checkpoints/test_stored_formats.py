@@ -17,11 +17,11 @@ from swiftkv_jax.checkpoints.loss_notes import FAR, PERPLEXITY, loss_warning, wi
 from swiftkv_jax.checkpoints.quantized import decode, matrices
 from swiftkv_jax.checkpoints.tensor_reader import TensorReader
 from swiftkv_jax.convert import main as convert
-from swiftkv_jax.model.mesh import make_mesh
 from swiftkv_jax.model.quantization import Scheme, dequantize
 from tests import tiny
 from tests.checkpoints import quantized_files
-from tests.checkpoints.fp8_files import assert_same, stored, write
+from tests.checkpoints.fp8_files import stored, write
+from tests.checkpoints.hf_models import assert_same
 from tests.checkpoints.quantized_files import FORMATS, KEPT, directory, e2m1
 
 # One matrix -------------------------------------------------------------------
@@ -128,16 +128,6 @@ def test_a_directory_is_the_model_of_its_decoded_weights(tmp_path, name):
         assert_same(skv.load(tmp_path / "again"), model)
         model = skv.load(path, quantization="none")
     assert_same(model, tiny.model_of({**hf, "quantization_config": None}, wide))
-
-
-@pytest.mark.parametrize("name", ["fp8 blocks", "W4A16 asymmetric", "gptq", "awq", "MXFP4"])
-def test_read_straight_into_shards(tmp_path, name, monkeypatch):
-    monkeypatch.setattr(matrices, "_CHUNK_ELEMENTS", 300)  # a few rows
-    hf, tensors, wide = directory(name)
-    path = write(tmp_path / "model", hf, tensors)
-    model = skv.load(path, mesh=make_mesh((2, 2)))
-    assert_same(model, tiny.model_of({**hf, "quantization_config": None}, wide))
-    assert model.llama.lower.gate.addressable_shards[0].data.shape[1] == 24
 
 
 @pytest.mark.parametrize(

@@ -83,14 +83,17 @@ def error_of(run: subprocess.CompletedProcess[bytes], code: int) -> str:
     return lines[-1]
 
 
-def test_standard_output_that_is_closed():
-    run = shell(READS_AND_PRINTS, redirected=">&-")
-    assert "standard output is closed" in error_of(run, 1)
-
-
-def test_standard_input_that_is_closed():
-    run = shell(READS_AND_PRINTS, redirected="<&-")
-    assert error_of(run, 1) == "error: standard input is closed" and run.stdout == b""
+@pytest.mark.parametrize(
+    ("redirected", "said"),
+    [
+        (">&-", "standard output is closed"),
+        ("<&-", "error: standard input is closed"),
+        (">/dev/full", "error: no space left on device"),
+    ],
+)
+def test_streams_that_cannot_be_used(redirected, said):
+    run = shell(READS_AND_PRINTS, redirected=redirected)
+    assert said in error_of(run, 1) and run.stdout == b""
 
 
 def test_standard_error_that_is_closed():
@@ -98,11 +101,6 @@ def test_standard_error_that_is_closed():
     assert run.returncode == 0 and run.stdout == "naïve 'caf\\xe9'\n".encode()
     run = shell("from swiftkv_jax.__main__ import main; main(['x'])", redirected="2>&-")
     assert run.stdout == b""
-
-
-def test_standard_output_that_is_full():
-    run = shell(READS_AND_PRINTS, redirected=">/dev/full")
-    assert error_of(run, 1) == "error: no space left on device"
 
 
 def test_a_reader_that_has_ended():

@@ -149,8 +149,13 @@ MAINS = {
 }
 
 
-@pytest.mark.parametrize("times", [1, 4])
-@pytest.mark.parametrize("moment", MAINS)
+SEVERAL = ("it computes", "it is caught again and again", "cleaning up takes too long")
+"""Moments at which it comes four times too."""
+
+
+@pytest.mark.parametrize(
+    ("moment", "times"), [*((one, 1) for one in MAINS), *((one, 4) for one in SEVERAL)]
+)
 def test_while_the_command_runs(moment, times, tmp_path):
     body, grace = MAINS[moment]
     (tmp_path / "catches_all.py").write_text(

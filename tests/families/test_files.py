@@ -22,8 +22,9 @@ from swiftkv_jax.convert import main as convert
 from swiftkv_jax.errors import CheckpointError
 from swiftkv_jax.model.quantization import Quantized, dequantize
 from tests.checkpoints import quantized_files
-from tests.checkpoints.fp8_files import assert_same, stored
+from tests.checkpoints.fp8_files import stored
 from tests.checkpoints.fp8_files import write as write_tensors
+from tests.checkpoints.hf_models import assert_same
 
 from . import models
 from .cases import CASES

@@ -18,7 +18,7 @@ from swiftkv_jax.model.attention import Attention
 from swiftkv_jax.model.batch import unpacked_batch
 from swiftkv_jax.train.analysis.sweep import Sweep, measure_all
 from swiftkv_jax.train.recipe import Init
-from tests.checkpoints.hf_models import assert_same_models
+from tests.checkpoints.hf_models import assert_same
 
 from . import models
 from .cases import CASES, PROMPT, VOCABULARY, tokens
@@ -176,7 +176,7 @@ def test_names_of_the_delta(case, load, tmp_path):
         mine = {name for name in names if leads or name.startswith("q")}
         expected |= {f"model.layers.{layer}.self_attn.{name}" for name in mine}
     assert written.keys() - models.tensors(case).keys() == expected
-    assert_same_models(skv.load(tmp_path / "hf", dtype="float32"), model)
+    assert_same(skv.load(tmp_path / "hf", dtype="float32"), model)
 
 
 # Distillation -----------------------------------------------------------------

@@ -16,8 +16,8 @@ from swiftkv_jax.checkpoints.source import from_model
 from swiftkv_jax.convert import main as convert
 from swiftkv_jax.model.quantization import Quantized
 from tests.checkpoints import quantized_files
-from tests.checkpoints.fp8_files import assert_same, stored
-from tests.checkpoints.hf_models import assert_same_models
+from tests.checkpoints.fp8_files import stored
+from tests.checkpoints.hf_models import assert_same
 
 from . import models
 from .cases import CASES
@@ -37,7 +37,7 @@ def test_is_the_text_model(kind, spelling, load, tmp_path, caplog):
         f"{path}: of this {kind} model only the text model is read: images are not supported, and "
         f"the tensors of the vision side are not read"
     ]
-    assert_same_models(model, load(case))
+    assert_same(model, load(case))
     assert model.eos_token_ids == ((2, 5) if kind == "gemma3" else (2,))
 
 
@@ -152,7 +152,7 @@ def test_students(kind, load, tmp_path):
     assert convert(command) == 0
     assert_same(skv.load(tmp_path / "joined", dtype="float32"), model)
     skv.save_hf(model, tmp_path / "full")
-    assert_same_models(skv.load(tmp_path / "full", dtype="float32"), model)
+    assert_same(skv.load(tmp_path / "full", dtype="float32"), model)
     hf = json.loads((tmp_path / "full" / "config.json").read_text())
     assert hf["model_type"] == {"gemma3": "gemma3_text", "mistral3": "mistral"}[kind] + "_swiftkv"
 

@@ -122,13 +122,46 @@ def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
         time.sleep(0.002)
 
 
-def read_all(connection: socket.socket) -> bytes:
-    """All that comes until the server closes a connection, also with a reset."""
+def read_all(connection: socket.socket, end: bytes | None = None) -> bytes:
+    """All that comes until the server closes a connection, also with a reset, or until there is
+    `end`."""
     found = b""
     with contextlib.suppress(ConnectionResetError):
-        while more := connection.recv(65536):
+        while (end is None or end not in found) and (more := connection.recv(65536)):
             found += more
     return found
+
+
+def later[T](ask: Callable[..., T], *args: Any) -> concurrent.futures.Future[T]:
+    """The result of something that is done meanwhile."""
+    found = concurrent.futures.Future[T]()
+
+    def run() -> None:
+        try:
+            found.set_result(ask(*args))
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return found
+
+
+def said(parts: list[dict[str, Any]]) -> tuple[str, str, list[list[str]]]:
+    """(content, reasoning, calls of [name, arguments]) of the messages or deltas of a choice."""
+    calls: list[list[str]] = []
+    for call in (call for part in parts for call in part.get("tool_calls", ())):
+        if "id" in call:
+            calls.append([call["function"]["name"], ""])
+        calls[call.get("index", -1)][1] += call["function"].get("arguments", "")
+    content, reasoning = (
+        "".join(part.get(name) or "" for part in parts) for name in ("content", "reasoning")
+    )
+    return content, reasoning, calls
+
+
+def entries_of(choices: list[dict[str, Any]]) -> list[Any]:
+    """Log-probabilities of the parts of a choice of a chat."""
+    return sum(((one["logprobs"] or {}).get("content", []) for one in choices), [])
 
 
 @dataclasses.dataclass
@@ -202,18 +235,43 @@ class Running:
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         return self.send(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
 
-    def later[T](self, ask: Callable[..., T], *args: Any) -> concurrent.futures.Future[T]:
-        """The result of a request that is sent meanwhile."""
-        found = concurrent.futures.Future[T]()
+    def checked(self, path: str, body: Any) -> Any:
+        """The answer to a body, of which a stream has the same choices and counts."""
+        status, answer = self.post(path, body)
+        assert status == 200, answer
+        *events, last, done = self.events(path, body | {"stream_options": {"include_usage": True}})
+        assert done == "[DONE]" and last["choices"] == []
+        assert len({(event["id"], event["created"]) for event in (*events, last)}) == 1
+        for name in ("prompt_tokens", "completion_tokens", "completion_tokens_details"):
+            assert last["usage"][name] == answer["usage"][name]
+        for whole in answer["choices"]:
+            parts = [one for event in events for one in event["choices"]]
+            parts = [one for one in parts if one["index"] == whole["index"]]
+            ends = [one["finish_reason"] for one in parts]
+            assert ends == [None] * (len(ends) - 1) + [whole["finish_reason"]]
+            if "text" in whole:
+                assert "".join(one["text"] for one in parts) == whole["text"]
+                continue
+            deltas = [one["delta"] for one in parts]
+            assert said(deltas) == said([whole["message"]])
+            assert entries_of(parts) == entries_of([whole])
+            content = next((at for at, one in enumerate(deltas) if one.get("content")), len(deltas))
+            assert not any(one.get("reasoning") for one in deltas[content + 1 :])
+        return answer
 
-        def run() -> None:
-            try:
-                found.set_result(ask(*args))
-            except BaseException as error:
-                found.set_exception(error)
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of the values that /metrics reports under a name, with these labels."""
+        from prometheus_client.parser import text_string_to_metric_families
 
-        threading.Thread(target=run, daemon=True).start()
-        return found
+        found = text_string_to_metric_families(self.request("GET", "/metrics")[2].decode())
+        values = [
+            sample.value
+            for family in found
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        ]
+        assert values, f"there is no {name}"
+        return sum(values)
 
     def check_end(self, code: int = 0) -> None:
         """The server ends, with this exit code."""

@@ -15,7 +15,7 @@ from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.serve import command
 from swiftkv_jax.serve.lora_modules import check_lora_modules, parse_lora_module
 from tests.infer.mock_model_runner import CONFIG, continuation
-from tests.serve.conftest import ROOM, Running, make_tokenizer
+from tests.serve.conftest import ROOM, Running, later, make_tokenizer
 
 PROMPT = "what is it?"
 IDS = make_tokenizer()(PROMPT)["input_ids"]
@@ -86,7 +86,7 @@ def test_loaded_chosen_and_unloaded(lora):
 def test_a_request_keeps_its_adapter(lora):
     """Requests run and wait, in the engine and before it, while another adapter gets the name."""
     assert change(lora, "load", lora_name="it", lora_path="30")[0] == 200
-    asked = [lora.later(ask, lora, "it", 40) for _ in range(9)]
+    asked = [later(ask, lora, "it", 40) for _ in range(9)]
     lora.until(lambda: len(lora.app.service._queue) > 2)
     metrics = lora.request("GET", "/metrics")[2].decode()
     (labels,) = re.findall("vllm:lora_requests_info{(.*)}", metrics)
@@ -113,7 +113,7 @@ def test_a_request_that_is_tokenized_keeps_its_adapter(lora, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(lora.app.encoder, "encode", slow)
-        asked = lora.later(ask, lora, "it")
+        asked = later(ask, lora, "it")
         assert started.wait(10)
     assert change(lora, "unload", lora_name="it")[0] == 200
     assert lora.app.service.engine.call(lambda engine: len(engine.adapters.names)).result(10)
@@ -135,7 +135,7 @@ def test_a_load_ends_with_the_engine(start, tmp_path):
     started, go_on = threading.Event(), threading.Event()
     thread.call(fail)
     assert started.wait(10)
-    asked = failing.later(lambda: change(failing, "load", lora_name="one", lora_path="1"))
+    asked = later(lambda: change(failing, "load", lora_name="one", lora_path="1"))
     waiting = thread.call(lambda _: None)
     failing.until(lambda: len(thread._calls) == 2)
     go_on.set()
@@ -147,9 +147,7 @@ def test_a_load_ends_with_the_engine(start, tmp_path):
 
 
 def test_what_is_refused(lora, start):
-    same = [
-        lora.later(lambda: change(lora, "load", lora_name="one", lora_path="1")) for _ in range(3)
-    ]
+    same = [later(lambda: change(lora, "load", lora_name="one", lora_path="1")) for _ in range(3)]
     assert sorted(one.result()[0] for one in same) == [200, 400, 400]
     for body, status, text in [
         ({"lora_name": "one", "lora_path": "2"}, 400, "'one' has already been loaded"),

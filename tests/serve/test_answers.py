@@ -35,53 +35,34 @@ def client(running):
 PROMPTS = ["hello", "a", "some longer prompt, of several pages", "x" * 70]
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
-def test_a_completion(client, prompt):
-    answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=30)
-    (choice,) = answer.choices
-    assert (choice.text, choice.finish_reason) == expected(prompt, 30)
+def test_completions(client):
+    """Of each sample of each prompt, in order."""
+    answer = client.completions.create(model="tiny", prompt=PROMPTS, max_tokens=30, n=2)
     assert answer.object == "text_completion" and answer.id.startswith("cmpl-")
-    assert answer.usage.prompt_tokens == len(prompt)
-    made = len(continuation(ids_of(prompt), 30))
-    assert answer.usage.completion_tokens == made + (choice.finish_reason == "stop")
-
-
-def test_prompts_and_samples_are_in_order(client):
-    given = [*PROMPTS[:2], PROMPTS[2]]
-    answer = client.completions.create(model="tiny", prompt=given, max_tokens=9, n=2)
-    assert [choice.index for choice in answer.choices] == list(range(6))
+    assert answer.usage.prompt_tokens == sum(map(len, PROMPTS))
+    assert [choice.index for choice in answer.choices] == list(range(8))
+    made = 0
     for number, choice in enumerate(answer.choices):
-        assert choice.text == expected(given[number // 2], 9, number % 2)[0]
+        prompt, sample = PROMPTS[number // 2], number % 2
+        assert (choice.text, choice.finish_reason) == expected(prompt, 30, sample)
+        made += len(continuation(ids_of(prompt), 30, sample)) + (choice.finish_reason == "stop")
+    assert answer.usage.completion_tokens == made
 
 
-def test_a_stream_is_the_whole_answer(client):
-    n = 3
+def test_a_stream_is_the_whole_answer(running):
     for prompt in PROMPTS:
-        fields = {"model": "tiny", "prompt": prompt, "max_tokens": 25, "n": n}
-        whole = client.completions.create(**fields)
-        texts, ends = [""] * n, [None] * n
-        chunks = list(
-            client.completions.create(**fields, stream=True, stream_options={"include_usage": True})
-        )
-        assert len({(chunk.id, chunk.created) for chunk in chunks}) == 1
-        *chunks, last = chunks
-        assert last.choices == [] and last.usage.total_tokens == whole.usage.total_tokens
-        assert last.usage.completion_tokens == whole.usage.completion_tokens
-        for chunk in chunks:
-            assert chunk.usage is None
-            for choice in chunk.choices:
-                assert ends[choice.index] is None, "nothing follows the end of a choice"
-                texts[choice.index] += choice.text
-                ends[choice.index] = choice.finish_reason
-        assert texts == [choice.text for choice in whole.choices]
-        assert ends == [choice.finish_reason for choice in whole.choices]
+        running.checked("/v1/completions", {"prompt": prompt, "max_tokens": 25, "n": 3})
 
 
 def test_prompts_alone_are_repeated_for_each_sample(running):
-    body = {"prompt": ["abc", "d"], "max_tokens": 0, "echo": True, "n": 2}
-    _, answer = running.post("/v1/completions", body)
-    assert [choice["text"] for choice in answer["choices"]] == ["abc", "abc", "d", "d"]
-    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    """Texts or token ids, without the engine."""
+    steps = running.app.service.engine.snapshot.num_steps
+    for prompt in (["abc", "d"], [ids_of("abc"), ids_of("d")]):
+        body = {"prompt": prompt, "max_tokens": 0, "echo": True, "n": 2}
+        _, answer = running.post("/v1/completions", body)
+        assert [choice["text"] for choice in answer["choices"]] == ["abc", "abc", "d", "d"]
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert running.app.service.engine.snapshot.num_steps == steps
 
 
 def test_a_completion_without_a_limit_has_what_fits(running):
@@ -117,16 +98,13 @@ def test_stop_strings_end_the_text(running):
     stop = whole[9:12]
     at = whole.index(stop)
     body = {"prompt": "hello", "max_tokens": 60, "stop": stop}
-    _, answer = running.post("/v1/completions", body)
+    answer = running.checked("/v1/completions", body)
     (choice,) = answer["choices"]
     assert choice["text"] == whole[:at]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
     assert answer["usage"]["completion_tokens"] == at + len(stop)
     _, answer = running.post("/v1/completions", body | {"include_stop_str_in_output": True})
     assert answer["choices"][0]["text"] == whole[: at + len(stop)]
-    streamed = running.events("/v1/completions", body)
-    texts = [event["choices"][0]["text"] for event in streamed[:-1]]
-    assert "".join(texts) == whole[:at] and streamed[-1] == "[DONE]"
     ids = continuation(ids_of("hello"), 60)
     token = ids[4]
     body = {"prompt": "hello", "max_tokens": 60, "stop_token_ids": [token]}
@@ -207,14 +185,6 @@ def test_offsets_of_an_echo_index_its_text(running, prompt, skip):
     assert lists["text_offset"][-1] + len(lists["tokens"][-1]) == len(text)
 
 
-def test_each_choice_repeats_the_log_probabilities_of_its_prompt(running):
-    """So they count as often against the limit of one answer."""
-    body = {"prompt": [[1] * 100] * 40, "n": 4, "max_tokens": 1, "echo": True, "logprobs": 20}
-    status, answer = running.post("/v1/completions", body)
-    assert (status, answer["error"]["param"]) == (400, "logprobs")
-    assert "16160 tokens" in answer["error"]["message"]
-
-
 @pytest.mark.parametrize("max_tokens", [0, 3])
 def test_prompt_logprobs(running, max_tokens):
     """As vLLM lists them; the values are those of `echo`."""
@@ -254,24 +224,6 @@ def test_prompt_logprobs_of_a_chat(running):
         {str(token)} for token in answer["prompt_token_ids"][1:]
     ]
     assert answer["usage"]["completion_tokens"] == 4
-
-
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [({"stream": True}, "stream"), ({"prompt": [[1] * 100] * 100, "n": 4}, "prompt_logprobs")],
-)
-def test_bad_prompt_logprobs(running, change, param):
-    body = {"prompt": "a", "max_tokens": 1, "prompt_logprobs": 20} | change
-    status, answer = running.post("/v1/completions", body)
-    assert (status, answer["error"]["param"]) == (400, param)
-
-
-def test_an_echo_alone_needs_no_engine(running):
-    steps = running.app.service.engine.snapshot.num_steps
-    body = {"prompt": [[5, 6], [7]], "max_tokens": 0, "echo": True}
-    _, answer = running.post("/v1/completions", body)
-    assert [choice["text"] for choice in answer["choices"]] == [text_of([5, 6]), text_of([7])]
-    assert running.app.service.engine.snapshot.num_steps == steps
 
 
 def test_seeds_repeat_and_their_absence_does_not(running):

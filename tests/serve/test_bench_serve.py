@@ -7,7 +7,6 @@ import pytest
 from swiftkv_jax.infer.__main__ import main
 from swiftkv_jax.infer.bench.cells import Timed
 from swiftkv_jax.infer.bench.serve import summary
-from tests.serve.test_ends import metric
 
 
 def bench(running, *arguments: str) -> int:
@@ -22,7 +21,7 @@ def test_it_counts_what_the_server_did(start, tmp_path, capsys):
     found = json.loads(file.read_text())
     assert (found["completed"], found["failed"]) == (10, 0)
     assert found["output_tokens"] == 90 and found["prompt_tokens"] == 120
-    assert metric(running, "vllm:generation_tokens_total") == 90 + 9, "and one to warm up"
+    assert running.metric("vllm:generation_tokens_total") == 90 + 9, "and one to warm up"
     assert found["ttft"]["p50"] <= found["e2e"]["p50"] <= found["e2e"]["p99"]
     assert len(found["requests"]) == 10 and 0 < found["client_cpu_share"] < 1
     # At most four at once
@@ -40,7 +39,7 @@ def test_arrivals_prefixes_and_files(start, tmp_path, capsys):
         bench(running, "--request-rate", "200", "--prefix-len", "8", "--goodput", "e2e:9999") == 0
     )
     assert "goodput" in capsys.readouterr().out
-    assert metric(running, "vllm:prefix_cache_hits_total") >= 9 * 8
+    assert running.metric("vllm:prefix_cache_hits_total") >= 9 * 8
     assert bench(running, "--dataset", str(prompts), "--no-ignore-eos") == 0
     running.check_empty()
 

@@ -82,26 +82,34 @@ def test_a_checkpoint_is_served_until_a_signal(checkpoint, tokenizer, greedy, tm
     assert {one["level"] for one in log} == {"info"}, said
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["--host", "0.0.0.0"],
-            "--host 0.0.0.0 can be reached from other machines: give --api-key",
-        ),
-        (["--api-key", "short"], "must be 8 to 512"),
-        (["--port", "99999"], "--port 99999 must be from 0 to 65535"),
-        (["--queue-timeout", "0"], "--queue-timeout 0.0 must be above 0"),
-        (["--keep-alive-timeout", "nan"], "--keep-alive-timeout nan must be above 0"),
-        (["--shutdown-delay", "nan"], "--shutdown-delay nan must not be negative"),
-        (["--api-key-file", "nothing-here"], "nothing-here"),
-        (["--temperature", "-1"], "--temperature -1.0"),
-        (["one", "--model", "two"], "one and --model two: give one of them"),
-    ],
-)
+EVENTS = "--kv-events-config"
+MISTAKES = [
+    ("--host 0.0.0.0", "--host 0.0.0.0 can be reached from other machines: give --api-key"),
+    ("--api-key short", "must be 8 to 512"),
+    ("--port 99999", "--port 99999 must be from 0 to 65535"),
+    ("--queue-timeout 0", "--queue-timeout 0.0 must be above 0"),
+    ("--keep-alive-timeout nan", "--keep-alive-timeout nan must be above 0"),
+    ("--shutdown-delay nan", "--shutdown-delay nan must not be negative"),
+    ("--api-key-file nothing-here", "nothing-here"),
+    ("--temperature -1", "--temperature -1.0"),
+    ("one --model two", "one and --model two: give one of them"),
+    ("--ssl-certfile missing.pem", "error: --ssl-certfile missing.pem: "),
+    (f"{EVENTS} {{", "is not JSON"),
+    (f"{EVENTS} []", "must be an object with an `endpoint`"),
+    (EVENTS + ' {"topic":"a"}', "must be an object with an `endpoint`"),
+    (EVENTS + ' {"endpoint":"a","port":1}', "has no 'port'; there are endpoint, replay"),
+    (EVENTS + ' {"endpoint":"a","hwm":0}', "`hwm`=0 is not int"),
+    (EVENTS + ' {"endpoint":"a","publisher":"nats"}', "`publisher`='nats'"),
+    (EVENTS + ' {"endpoint":"a","topic":null}', "`topic`=None is not str"),
+    (EVENTS + ' {"endpoint":"a"} --no-prefix-caching', "--enable-prefix-caching"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES)
 def test_mistakes_end_before_anything_is_loaded(arguments, message, capsys):
-    assert main(["serve", *arguments]) == 2
-    assert message in capsys.readouterr().err
+    """The error is one line."""
+    assert main(["serve", *arguments.split()]) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_chat_template_is_tried_before_anything_is_compiled(tokenizer, tmp_path, capsys):

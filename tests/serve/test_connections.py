@@ -12,7 +12,7 @@ from swiftkv_jax.serve.api.run import _SilenceTimer
 from swiftkv_jax.serve.http import connection as connection_module
 from swiftkv_jax.serve.http.connection import Transport
 from tests.serve.conftest import read_all
-from tests.serve.test_ends import BODY, SLOW, left, metric
+from tests.serve.test_ends import BODY, SLOW, left
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 BIG = {
@@ -153,9 +153,7 @@ def test_a_connection_is_idle_after_a_body_that_was_refused(start):
         connection.sendall(content)
         time.sleep(0.8)
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-        answer = b""
-        while b'"ok"' not in answer:
-            answer += connection.recv(65536)
+        assert b'"ok"' in read_all(connection, b'"ok"')
 
 
 def test_who_leaves_is_noticed_behind_bytes_that_nothing_reads(start):
@@ -195,7 +193,7 @@ def test_what_is_not_read_is_not_kept(start):
             running.until(lambda: running.app.service.metrics.num_connections() == 1)
             running.until(lambda: running.app.service.metrics.num_connections() == 0)
     running.check_empty()
-    running.until(lambda: metric(running, "swiftkv:slow_clients_total") == 2)
+    running.until(lambda: running.metric("swiftkv:slow_clients_total") == 2)
 
 
 def test_a_client_may_set_a_deadline(start):

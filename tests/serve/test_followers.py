@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 
 import pytest
 
@@ -20,7 +21,7 @@ from swiftkv_jax.serve.distributed.follower import Follower, connect
 from swiftkv_jax.serve.distributed.followers import Followers, accept_followers, listen
 from swiftkv_jax.serve.service.engine_thread import Ended, EngineThread
 from tests.infer.mock_model_runner import VOCAB, mock_engine
-from tests.serve.conftest import until
+from tests.serve.conftest import later, until
 
 SECRET = bytes(range(32))
 FACTS = {"mesh": "1x2", "jax": "1"}
@@ -28,25 +29,10 @@ FACTS = {"mesh": "1x2", "jax": "1"}
 # Connections ------------------------------------------------------------------------------------
 
 
-def in_thread(work: Callable[[], object]) -> tuple[threading.Thread, list]:
-    """A thread that does it, and a list that has its result or its error then."""
-    results: list = []
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except Exception as error:
-            results.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread, results
-
-
 def test_only_the_secret_lets_in():
     with listen("127.0.0.1") as listener:
         port = listener.getsockname()[1]
-        thread, found = in_thread(lambda: accept_followers(listener, SECRET, 3, FACTS))
+        found = later(accept_followers, listener, SECRET, 3, FACTS)
         for process, secret in (
             (1, b"wrong"),
             (1, SECRET[:-1]),
@@ -60,16 +46,16 @@ def test_only_the_secret_lets_in():
             hostile.sendall(b"GET / HTTP/1.1\r\n\r\n")
             assert hostile.recv(1) == b""
         ends = [connect("127.0.0.1", port, SECRET, process, FACTS) for process in (2, 1)]
-        thread.join(10)
-    assert sorted(found[0]) == [1, 2]
-    for channel in (*ends, *found[0].values()):
+        channels = found.result(10)
+    assert sorted(channels) == [1, 2]
+    for channel in (*ends, *channels.values()):
         channel.close()
 
 
 def test_processes_with_other_options_are_refused():
     with listen("127.0.0.1") as listener:
         port = listener.getsockname()[1]
-        thread, found = in_thread(lambda: accept_followers(listener, SECRET, 3, FACTS))
+        found = later(accept_followers, listener, SECRET, 3, FACTS)
         good = connect("127.0.0.1", port, SECRET, 2, FACTS)
         message = "`mesh`=2x1 in process 1, 1x2 in process 0: all processes run the same command"
         with pytest.raises(UsageError, match=message):
@@ -77,8 +63,9 @@ def test_processes_with_other_options_are_refused():
         last = good.receive(frames.FROM_PROCESS_0)
         assert last == frames.Last(message)
         good.close()
-        thread.join(10)
-    assert isinstance(found[0], UsageError) and str(found[0]) == message
+        with pytest.raises(UsageError) as refused:
+            found.result(10)
+    assert str(refused.value) == message
 
 
 def test_a_process_that_does_not_connect_is_named():
@@ -97,9 +84,8 @@ class Lockstep:
     thread: EngineThread
     followers: Followers
     follower: Follower
-    follower_thread: threading.Thread
-    result: list
-    """What `Follower.run` has returned or raised."""
+    result: Future[None]
+    """Of `Follower.run`."""
     events: list
     failures: list
     ends: list
@@ -116,36 +102,23 @@ def lockstep(compiler, monkeypatch) -> Iterator[Callable[..., Lockstep]]:
     def begin(stall_timeout: float = 30.0, **options) -> Lockstep:
         with listen("127.0.0.1") as listener:
             port = listener.getsockname()[1]
-            _, found = in_thread(lambda: accept_followers(listener, SECRET, 2, FACTS))
+            found = later(accept_followers, listener, SECRET, 2, FACTS)
             channel = connect("127.0.0.1", port, SECRET, 1, FACTS)
-            while not found:
-                time.sleep(0.001)
-        followers, events, failures, ends = Followers(found[0], stall_timeout), [], [], []
+        followers = Followers(found.result(10), stall_timeout)
+        events, failures, ends = [], [], []
         engines = [mock_engine(structured_outputs=True, **options)[0] for _ in range(2)]
         pages: tuple[list[int], list[int]] = ([], [])
         for engine, counts in zip(engines, pages, strict=True):
             _count_pages(engine, counts)
         follower = Follower(channel, silence=2 * stall_timeout, end=ends.append)
-        follower_thread, result = in_thread(
-            lambda: follower.run(engines[1], compiler.compile_grammar, lambda token: bytes([token]))
-        )
+        spell = lambda token: bytes([token])  # noqa: E731
+        result = later(follower.run, engines[1], compiler.compile_grammar, spell)
         followers.wait_ready()
         followers.watch(failures.append)
         thread = EngineThread(engines[0], events.extend, failures.append, followers)
         thread.start()
         made.append(
-            Lockstep(
-                engines[0],
-                thread,
-                followers,
-                follower,
-                follower_thread,
-                result,
-                events,
-                failures,
-                ends,
-                pages,
-            )
+            Lockstep(engines[0], thread, followers, follower, result, events, failures, ends, pages)
         )
         return made[-1]
 
@@ -201,8 +174,8 @@ def test_pages_are_equal_after_every_step(lockstep, compiler, dp_size, count):
     until(lambda: num_ended() == count)
     assert one.thread.stop(10)
     one.followers.close()
-    one.follower_thread.join(10)
-    assert one.result == [None] and not one.failures and not one.ends
+    one.result.result(10)
+    assert not one.failures and not one.ends
     ours, theirs = one.pages
     assert ours == theirs and len(ours) > 0.8 * count and max(ours) > 30 and ours[-1] == 0
 
@@ -221,17 +194,18 @@ def test_steps_before_the_last_frame_end_well_after_process_0_has_closed(lockste
     until(lambda: any(isinstance(event, Ended) for _, event in list(one.events)))
     assert one.thread.stop(10)
     one.followers.close()
-    assert not one.result
-    one.follower_thread.join(10)
-    assert one.result == [None] and not one.failures and not one.ends
+    assert not one.result.done()
+    one.result.result(10)
+    assert not one.failures and not one.ends
 
 
 def test_an_engine_that_differs_ends_all(lockstep):
     one = lockstep()
     one.followers.send(3, 0, [], [])
-    until(lambda: bool(one.result))
-    assert "0 pages after 0 steps, 0 after 3 in process 0" in str(one.result[0])
-    one.follower.fail(one.result[0])
+    error = one.result.exception(10)
+    assert isinstance(error, RuntimeError)
+    assert "0 pages after 0 steps, 0 after 3 in process 0" in str(error)
+    one.follower.fail(error)
     until(lambda: bool(one.failures))
     assert "process 1 has failed: RuntimeError: the engines differ" in str(one.failures[0])
 

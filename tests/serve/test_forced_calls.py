@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.serve.conftest import END, TEMPLATE, make_tokenizer
+from tests.serve.conftest import END, TEMPLATE, make_tokenizer, said
 from tests.serve.test_forms import CHAT, ROOM, chat
 
 TAGS = "<tool_call>", "</tool_call>"
@@ -44,32 +44,6 @@ def tool_of(parts: tuple[str, ...]) -> dict:
     return {"type": "function", "function": {"name": "f", "parameters": schema}}
 
 
-def streamed(running, body) -> list[tuple]:
-    """(content, calls, reason) of each choice of a stream, as of a whole answer."""
-    found: dict[int, list] = {}
-    for event in running.events(CHAT, body)[:-1]:
-        for choice in event["choices"]:
-            one = found.setdefault(choice["index"], ["", [], None])
-            one[0] += choice["delta"].get("content") or ""
-            for call in choice["delta"].get("tool_calls", ()):
-                if "id" in call:
-                    one[1].append([call["function"]["name"], ""])
-                one[1][call["index"]][1] += call["function"].get("arguments", "")
-            one[2] = choice["finish_reason"] or one[2]
-    return [tuple(found[index]) for index in sorted(found)]
-
-
-def whole(answer) -> list[tuple]:
-    return [
-        (
-            one["message"]["content"] or "",
-            [list(call["function"].values()) for call in one["message"].get("tool_calls", ())],
-            one["finish_reason"],
-        )
-        for one in answer["choices"]
-    ]
-
-
 @pytest.fixture(scope="module", params=[False, True], ids=["added", "special"])
 def qwen(start, request):
     tokenizer = make_tokenizer(*TAGS, special=request.param, template=HERMES)
@@ -86,13 +60,10 @@ def test_forced_calls_fit_their_schemas_and_their_streams(qwen, seeds):
         parts = SCHEMAS[seed]
         choice = {"tool_choice": by_name if seed % 2 else "required", "max_tokens": 300}
         body = chat(tools=[tool_of(parts)], parallel_tool_calls=False, seed=seed, n=5, **choice)
-        status, answer = qwen.post(CHAT, body)
-        assert status == 200, answer
-        assert whole(answer) == streamed(qwen, body)
-        for content, calls, reason in whole(answer):
-            ((name, arguments),) = calls
+        for one in qwen.checked(CHAT, body)["choices"]:
+            content, _, ((name, arguments),) = said([one["message"]])
             found = json.loads(arguments)
-            assert (content, name, reason) == ("", "f", "tool_calls")
+            assert (content, name, one["finish_reason"]) == ("", "f", "tool_calls")
             assert set(parts[:2]) <= set(found) <= set(parts)
             assert all(PARTS[key][1](value) for key, value in found.items()), found
     qwen.check_empty()
@@ -122,12 +93,11 @@ def test_forced_calls_after_reasoning(start, says, special):
     running = start(engine=ROOM, tokenizer=tokenizer)
     says(f"Rome, so 4.</think>{CALL}", tokenizer, "assistant: <think>\n")
     body = chat(tools=[TOOL], tool_choice="required", parallel_tool_calls=False, max_tokens=400)
-    (choice,) = running.post(CHAT, body)[1]["choices"]
+    (choice,) = running.checked(CHAT, body)["choices"]
     assert choice["message"]["reasoning"] == "Rome, so 4." and choice["message"]["content"] is None
     (call,) = choice["message"]["tool_calls"]
     assert call["function"]["arguments"] == '{"days":4,"unit":"C","flag":true}'
     assert choice["finish_reason"] == "tool_calls"
-    assert whole({"choices": [choice]}) == streamed(running, body)
 
 
 @pytest.mark.parametrize("tag", ["", "<|python_tag|>"])

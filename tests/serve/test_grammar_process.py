@@ -4,9 +4,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,12 @@ from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.structured.structured_outputs import StructuredOutputs, json_grammar
 from swiftkv_jax.serve.text import grammar_process
 from swiftkv_jax.serve.text.grammar_process import (
-    COMPILE_SECONDS,
     CheckedCompiler,
     GrammarProcess,
     GrammarProcessError,
 )
 from tests.infer.mock_model_runner import END, VOCAB
-from tests.serve.conftest import until
+from tests.serve.conftest import later, until
 from tests.serve.test_grammars import ENDLESS
 
 PROC = Path("/proc")
@@ -35,10 +33,6 @@ def process(compiler) -> Iterator[GrammarProcess]:
     found = GrammarProcess(compiler.describe_tokenizer())
     yield found
     found.close()
-
-
-def endless() -> str:
-    return StructuredOutputs(grammar=ENDLESS).to_grammar()
 
 
 def children(pid: int) -> list[int]:
@@ -62,30 +56,6 @@ def test_it_knows_the_tokenizer(compiler):
     found = compiler.describe_tokenizer()
     assert (found.vocab_size, found.eos_token_ids) == (VOCAB, [END])
     assert found.make().vocab_size == VOCAB and found.make().eos_token == END
-
-
-def test_what_takes_long_is_killed(process):
-    """Two at once, and what comes meanwhile is not held up."""
-    seconds, messages = [], []
-
-    def check() -> None:
-        begun = time.monotonic()
-        with pytest.raises(UsageError) as caught:
-            process.check(endless())
-        seconds.append(time.monotonic() - begun)
-        messages.append(str(caught.value))
-
-    process.check(json_grammar(True))  # it has started
-    threads = [threading.Thread(target=check) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    begun = time.monotonic()
-    process.check(json_grammar(True))
-    assert time.monotonic() - begun < COMPILE_SECONDS
-    for thread in threads:
-        thread.join()
-    assert messages == ["the grammar takes more than 2 s to compile"] * 2
-    assert all(0.9 * COMPILE_SECONDS < one < COMPILE_SECONDS + 2 for one in seconds)
 
 
 @needs_proc
@@ -143,50 +113,42 @@ def test_it_has_nothing_of_the_server(process):
     until(lambda: not children(process.pid))
 
 
-@needs_proc
-def test_closing_ends_what_is_compiled(compiler):
-    checked, caught = CheckedCompiler(compiler), []
-
-    def compile_it() -> None:
-        with pytest.raises(GrammarProcessError) as error:
-            checked.compile_grammar(endless())
-        caught.append(str(error.value))
-
-    checked.compile_grammar(json_grammar(True))
-    thread, pid = threading.Thread(target=compile_it), checked._process.pid
-    thread.start()
+def compiling(compile_it: Callable[[str], object], pid: int) -> tuple[Future[object], int]:
+    """(what will come of a grammar without an end, the process that compiles it)"""
+    asked = later(compile_it, StructuredOutputs(grammar=ENDLESS).to_grammar())
     until(lambda: children(pid))
     (child,) = children(pid)
+    return asked, child
+
+
+@needs_proc
+def test_closing_ends_what_is_compiled(compiler):
+    checked = CheckedCompiler(compiler)
+    checked.compile_grammar(json_grammar(True))
+    pid = checked._process.pid
+    asked, child = compiling(checked.compile_grammar, pid)
     checked.close()
-    thread.join(10)
-    assert not thread.is_alive() and caught == ["the server ends"]
+    with pytest.raises(GrammarProcessError, match="the server ends"):
+        asked.result(10)
     until(lambda: not (PROC / str(child)).exists() and not (PROC / str(pid)).exists())
 
 
 @needs_proc
 def test_closing_does_not_wait_for_what_is_killed(compiler, monkeypatch):
     """The child still compiles when the one that waited for it has been told."""
-    process, caught = GrammarProcess(compiler.describe_tokenizer()), []
-
-    def check() -> None:
-        with pytest.raises(GrammarProcessError) as error:
-            process.check(endless())
-        caught.append(str(error.value))
-
+    process = GrammarProcess(compiler.describe_tokenizer())
     process.check(json_grammar(True))
-    thread = threading.Thread(target=check)
-    thread.start()
-    until(lambda: children(process.pid))
-    (child,) = children(process.pid)
+    asked, child = compiling(process.check, process.pid)
     os.kill(child, signal.SIGSTOP)  # it does not reach one of its limits meanwhile
     with monkeypatch.context() as patch:
         patch.setattr(grammar_process, "_kill", lambda process: None)
         process.close()
-        thread.join(10)
+        with pytest.raises(GrammarProcessError, match="the server ends"):
+            asked.result(10)
         still = (PROC / str(child)).exists()
     os.killpg(process.pid, signal.SIGKILL)
     process._process.wait()
-    assert still and caught == ["the server ends"]
+    assert still
 
 
 @needs_proc

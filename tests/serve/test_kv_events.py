@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.infer.__main__ import main
 from swiftkv_jax.infer.engine.cache_events import PageRemoved, PagesStored
 from swiftkv_jax.serve.distributed.kv_events import (
     AllBlocksCleared,
@@ -93,30 +92,6 @@ def test_the_engine_hands_over_what_it_caches(start):
     assert [token for event in pages for token in event.token_ids] == [
         *running.app.tokenizer("hello th")["input_ids"]
     ]
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ("{", "is not JSON"),
-        ("[]", "must be an object with an `endpoint`"),
-        ('{"topic": "a"}', "must be an object with an `endpoint`"),
-        ('{"endpoint": "tcp://*:1", "port": 1}', "has no 'port'; there are endpoint, replay"),
-        ('{"endpoint": "tcp://*:1", "hwm": 0}', "`hwm`=0 is not int"),
-        ('{"endpoint": "tcp://*:1", "publisher": "nats"}', "`publisher`='nats'"),
-        ('{"endpoint": "tcp://*:1", "topic": null}', "`topic`=None is not str"),
-    ],
-)
-def test_configurations_that_are_none(config, message, capsys):
-    assert main(["serve", "--kv-events-config", config]) == 2
-    err = capsys.readouterr().err
-    assert message in err and err.count("\n") == 1
-
-
-def test_events_need_a_prefix_cache(capsys):
-    config = '{"endpoint": "tcp://*:1"}'
-    assert main(["serve", "--kv-events-config", config, "--no-prefix-caching"]) == 2
-    assert "--enable-prefix-caching" in capsys.readouterr().err
 
 
 def test_a_publisher_without_its_package_says_what_to_install(monkeypatch):

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.infer.__main__ import main
 from swiftkv_jax.serve import server
 from swiftkv_jax.serve.options import ServerOptions
 from tests.serve.conftest import read_all
@@ -135,6 +134,10 @@ def test_deadlines_and_slow_readers_with_tls(start, certificate):
         ({"ssl_certfile": __file__}, "test_listening.py is not a certificate .* `ssl_keyfile`"),
         ({"root_path": "llm"}, "`root_path`='llm' must be like /llm"),
         ({"root_path": "/llm/"}, "`root_path`='/llm/' must be like /llm"),
+        ({"allowed_hosts": ("::1", "proxy.example:80")}, "'proxy.example:80' must have no port"),
+        ({"allowed_hosts": ("[::1]:80",)}, "must have no port"),
+        ({"chat_template_kwargs": ("x", "messages")}, "requests cannot set 'messages'"),
+        ({"chat_template_kwargs": ("tokenize", "x")}, "requests cannot set 'tokenize'"),
     ],
 )
 def test_mistakes(options, message):
@@ -145,11 +148,6 @@ def test_mistakes(options, message):
 def test_a_certificate_without_its_key(certificate):
     with pytest.raises(UsageError, match="private key, in PEM; give `ssl_keyfile`"):
         ServerOptions(ssl_certfile=certificate[0])
-
-
-def test_the_command_names_its_flags(capsys):
-    assert main(["serve", "--ssl-certfile", "missing.pem"]) == 2
-    assert "error: --ssl-certfile missing.pem: " in capsys.readouterr().err
 
 
 def test_a_path_of_a_proxy(start):

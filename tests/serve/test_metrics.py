@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from swiftkv_jax.serve.service import load_log
 from swiftkv_jax.serve.service.metrics import Histogram, RecentMaximum, token_buckets
+from tests.serve.conftest import later
 from tests.serve.process import ROOT
 
 BODY = {"prompt": "hello", "max_tokens": 20, "ignore_eos": True}
@@ -188,7 +189,7 @@ def test_calls_of_tools_have_stopped(start, says):
 
 def test_requests_wait_for_capacity(start):
     running = start(engine={"slots": 1}, step_seconds=0.05, max_num_queued_reqs=8)
-    asked = [running.later(running.post, "/v1/completions", BODY) for _ in range(4)]
+    asked = [later(running.post, "/v1/completions", BODY) for _ in range(4)]
 
     def waiting(name: str, **labels: str) -> float:
         return value(families(running), f"vllm:num_requests_waiting{name}", **labels)

@@ -24,29 +24,17 @@ WHOLE = [
 ]
 
 
-def as_integers(value):
-    if isinstance(value, dict):
-        return {name: as_integers(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [as_integers(one) for one in value]
-    return int(value) if isinstance(value, float) else value
-
-
-def types_of(value):
-    if isinstance(value, dict):
-        return {name: types_of(one) for name, one in value.items()}
-    return [types_of(one) for one in value] if isinstance(value, list) else type(value)
-
-
 @pytest.mark.parametrize("ignore", [False, True])
 @pytest.mark.parametrize(("kind", "fields"), WHOLE)
 def test_whole_numbers_are_integers_however_they_are_written(kind, fields, ignore):
     """As in JSON Schema: some languages write 16.0 for 16."""
+    written = json.dumps(fields)
+    integers = json.loads(written, parse_float=lambda one: int(float(one)))
     found, expected = (
-        msgspec.to_builtins(decode(kind, json.dumps(one).encode(), ignore_unknown=ignore)[0])
-        for one in (fields, as_integers(fields))
+        json.dumps(msgspec.to_builtins(decode(kind, one.encode(), ignore_unknown=ignore)[0]))
+        for one in (written, json.dumps(integers))
     )
-    assert found == expected and types_of(found) == types_of(expected)
+    assert found == expected
 
 
 @pytest.mark.parametrize("schema", [{"minimum": 1.0}, {"enum": [2.0]}])
@@ -56,7 +44,7 @@ def test_numbers_of_schemas_stay_as_they_are(schema):
     fields = {"messages": USER, "n": 1.0, "response_format": form}
     body, _ = decode(ChatBody, json.dumps(fields).encode(), ignore_unknown=False)
     found = body.response_format and body.response_format.json_schema
-    assert found is not None and types_of(found.schema) == types_of(schema)
+    assert found is not None and json.dumps(found.schema) == json.dumps(schema)
 
 
 def test_a_whole_number_is_accepted_in_a_request(running):

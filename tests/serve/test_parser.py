@@ -1,7 +1,6 @@
 """Requests whose framing is in doubt, empty lines, and targets in absolute form, on raw sockets."""
 
 import json
-import socket
 
 import h11
 import pytest
@@ -13,6 +12,7 @@ BODY = b'{"prompt": "a", "max_tokens": 1}'
 LENGTH = b"Content-Length: %d\r\n" % len(BODY)
 CHUNKED = b"Transfer-Encoding: chunked\r\n"
 CHUNKS = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
+OK = b'{"status":"ok"}'
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
@@ -30,19 +30,10 @@ def answers(running, content: bytes, *more: bytes) -> list[tuple[int, bytes]]:
         for part in more:
             found += connection.recv(65536)
             connection.sendall(part)
-        while part := _receive(connection):
-            found += part
-            if found.endswith(b'{"status":"ok"}'):
-                break
+        if not found.endswith(OK):
+            found += read_all(connection, OK)
     heads = found.split(b"HTTP/1.1 ")[1:]
     return [(int(head[:3]), head.partition(b"\r\n\r\n")[2]) for head in heads]
-
-
-def _receive(connection: socket.socket) -> bytes:
-    try:
-        return connection.recv(65536)
-    except ConnectionResetError:
-        return b""
 
 
 def statuses(running, content: bytes, *more: bytes) -> list[int]:

@@ -1,7 +1,5 @@
 """Reasoning in chats and responses: a field, an item and a count of its own."""
 
-from typing import Any
-
 import pytest
 
 from tests.serve.conftest import make_tokenizer
@@ -61,32 +59,10 @@ def chat(**fields):
 
 def ask(running, **fields):
     """(message, choice, usage) of a chat, which is the same as a stream."""
-    body = chat(**fields)
-    status, answer = running.post(CHAT, body)
-    assert status == 200, answer
-    (choice,) = answer["choices"]
-    message = choice["message"]
-    texts = {"content": "", "reasoning": ""}
-    logprobs, calls = [], 0
-    events = running.events(CHAT, body | {"stream_options": {"include_usage": True}})
-    assert events.pop() == "[DONE]"
-    streamed = events.pop()["usage"]
-    for name in ("completion_tokens", "completion_tokens_details"):
-        assert streamed[name] == answer["usage"][name]
-    part: Any = None
-    for event in events:
-        (part,) = event["choices"]
-        assert not (part["delta"].get("reasoning") and texts["content"])
-        for name in texts:
-            texts[name] += part["delta"].get(name) or ""
-        logprobs += (part["logprobs"] or {}).get("content", [])
-        calls += sum("id" in call for call in part["delta"].get("tool_calls", ()))
-    assert part["finish_reason"] == choice["finish_reason"]
-    assert texts == {"content": message["content"] or "", "reasoning": message.get("reasoning", "")}
-    assert logprobs == (choice["logprobs"] or {}).get("content", [])
-    assert calls == len(message.get("tool_calls", ()))
+    answer = running.checked(CHAT, chat(**fields))
     running.check_empty()
-    return message, choice, answer["usage"]
+    (choice,) = answer["choices"]
+    return choice["message"], choice, answer["usage"]
 
 
 def num_tokens(text: str) -> int:

@@ -85,6 +85,13 @@ OF_COMPLETIONS = {
     UNSUPPORTED: {"suffix": ["a"], "stream_interval": [1]},
     UNKNOWN: {"messages": [HI]},
 }
+MANY = {"prompt": [[1] * 100] * 100, "n": 4, "max_tokens": 1, "prompt_logprobs": 20}
+ECHOED = {"prompt": [[1] * 100] * 40, "n": 4, "max_tokens": 1, "echo": True, "logprobs": 20}
+TOGETHER = [
+    ({"prompt_logprobs": 20, "stream": True}, "stream", UNSUPPORTED),
+    (MANY, "prompt_logprobs", "above the limit"),
+    (ECHOED, "logprobs", "16160 tokens"),  # each choice repeats those of its prompt
+]
 IMAGE = {"type": "image_url", "image_url": {"url": "a"}}
 OF_CHATS = {
     INVALID: {
@@ -167,6 +174,7 @@ OF_GRAMMARS = [
 CALL = {"type": "function_call", "name": "f"}
 CUSTOM = {"type": "custom", "name": "x"}
 BAD_FORMAT = {"type": "json_schema", "name": "a", "schema": {"type": "messages[9]"}}
+ODD = READ | {"z": 1}
 OF_RESPONSES = [
     ({"store": True}, "store", ""),
     ({"background": True}, "background", ""),
@@ -205,6 +213,7 @@ OF_RESPONSES = [
     ({"tools": [READ | {"colour": 1}]}, "tools[0].colour", ""),
     ({"tools": [READ | {"parameters": []}]}, "tools[0].parameters", ""),
     ({"tools": [READ | {"strict": 1}]}, "tools[0].strict", ""),
+    ({"tools": [READ | {"z": None}, AGENTS | {"tools": [ODD]}]}, "tools[1].tools[0].z", UNKNOWN),
     ({"tools": [READ, READ]}, "tools[1].name", "'read'"),
     ({"tools": [READ | {"name": "agents__read"}, AGENTS]}, "tools[1].tools[0].name", "agents__"),
     ({"tools": [SEARCH, FILES, FILES]}, "tools[2].tools[0].name", "'mcp__files__read'"),
@@ -323,8 +332,8 @@ def cases() -> Iterator[tuple[str, dict[str, Any], str, str]]:
                         yield path, {param.partition("[")[0]: value}, param, code
     for grammar in OF_GRAMMARS:
         yield CHAT, {"structured_outputs": grammar}, "structured_outputs", "invalid_grammar"
-    for path, table in ((CHAT, OF_FORMS), (RESPONSES, OF_RESPONSES)):
-        yield from ((path, *case) for case in table)
+    for path, table in ((CHAT, OF_FORMS), (COMPLETION, TOGETHER), (RESPONSES, OF_RESPONSES)):
+        yield from ((path, fields, param, said) for fields, param, said in table)
     yield from ((MESSAGES, fields, "", said) for fields, said in OF_MESSAGES)
     for path, advice in INSTEAD.items():
         head, _, last = path.rpartition(".")

@@ -1,7 +1,5 @@
 """/v1/score: log-likelihoods of continuations."""
 
-import pytest
-
 from tests.infer.mock_model_runner import next_token
 from tests.serve.test_answers import ids_of, text_of
 
@@ -60,22 +58,16 @@ def test_a_continuation_that_is_greedy_says_so(running):
     assert row["is_greedy"] == (expected == ids[5:])
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
+def test_scores_need_a_server_that_has_programs_for_them(start):
+    running = start()
+    running.app.scoring = False
+    chat = {"messages": [{"role": "user", "content": "a"}], "prompt_logprobs": 0}
+    for path, body, param in (
         ("/v1/score", {"pairs": [{"context": "a", "continuation": "b"}]}, "pairs"),
         ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
         ("/v1/completions", {"prompt": "a", "prompt_logprobs": 1}, "prompt_logprobs"),
-        (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "a"}], "prompt_logprobs": 0},
-            "prompt_logprobs",
-        ),
-    ],
-)
-def test_scores_need_a_server_that_has_programs_for_them(start, path, body, param):
-    running = start()
-    running.app.scoring = False
-    status, answer = running.post(path, body)
-    assert (status, answer["error"]["param"]) == (400, param)
-    assert "the server's --enable-scoring" in answer["error"]["message"]
+        ("/v1/chat/completions", chat, "prompt_logprobs"),
+    ):
+        status, answer = running.post(path, body)
+        assert (status, answer["error"]["param"]) == (400, param)
+        assert "the server's --enable-scoring" in answer["error"]["message"]

@@ -13,13 +13,14 @@ from swiftkv_jax.serve.service.engine_thread import EngineThread
 from swiftkv_jax.serve.service.generation import Generation
 from tests.infer.engine.mock_requests import ask, prompt_of
 from tests.infer.mock_model_runner import mock_engine
+from tests.serve.conftest import later
 from tests.serve.test_ends import BODY, SLOW
 
 
 def test_what_was_admitted_ends_before_the_server(start):
     running = start(**SLOW)
     body = BODY | {"max_tokens": 60}
-    asked = [running.later(running.events, "/v1/completions", body) for _ in range(12)]
+    asked = [later(running.events, "/v1/completions", body) for _ in range(12)]
     running.until(lambda: running.app.service.num_admitted == 12)
     idle = [http.client.HTTPConnection("127.0.0.1", running.port) for _ in range(10)]
     for one in idle:
@@ -99,7 +100,7 @@ def test_a_grammar_that_is_still_compiled_holds_nothing_up(busy, start, monkeypa
 
 def test_the_time_for_a_shutdown_is_limited(start):
     running = start(shutdown_timeout=0.3, step_seconds=0.1)
-    asked = running.later(running.events, "/v1/completions", BODY)
+    asked = later(running.events, "/v1/completions", BODY)
     running.until(lambda: running.app.service.engine.snapshot.load.num_running == 1)
     running.stop()
     running.check_end()
@@ -119,7 +120,7 @@ def test_a_second_signal_ends_at_once(start):
 
 def test_an_engine_that_fails_ends_the_server(start):
     running = start(**SLOW)
-    asked = running.later(running.post, "/v1/completions", BODY)
+    asked = later(running.post, "/v1/completions", BODY)
     running.until(lambda: running.app.service.engine.snapshot.load.num_running == 1)
 
     def fail(output):
@@ -261,11 +262,9 @@ def test_tokens_stay_in_order_while_the_loop_is_busy(start):
             _, answer = running.post("/v1/completions", body)
             found.append(answer["choices"] == choices)
 
-    threads = [threading.Thread(target=ask, args=(number % 4,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
+    asked = [later(ask, number % 4) for number in range(8)]
     loop = running.app.service._loop
-    while any(thread.is_alive() for thread in threads):
+    while not all(one.done() for one in asked):
         loop.call_soon_threadsafe(time.sleep, 0.02)
         time.sleep(0.03)
     assert len(found) == 20 and all(found)

@@ -2,10 +2,8 @@
 
 import pytest
 
-from swiftkv_jax.errors import UsageError
 from swiftkv_jax.serve.bodies.template_options import template_options, variables_of
 from swiftkv_jax.serve.errors import APIError
-from swiftkv_jax.serve.options import ServerOptions
 from swiftkv_jax.serve.protocol import ChatBody, Message
 
 HYBRID = "{% if enable_thinking is defined and enable_thinking is false %}x{% endif %}"
@@ -63,12 +61,6 @@ def test_refused(template, fields, param):
     with pytest.raises(APIError) as caught:
         options(template, allowed=("x",), **fields)
     assert caught.value.status == 400 and caught.value.param == param
-
-
-def test_what_no_request_may_set():
-    for name in ("messages", "chat_template", "tokenize"):
-        with pytest.raises(UsageError, match="cannot set"):
-            ServerOptions(chat_template_kwargs=("x", name))
 
 
 def test_texts_in_values_write_no_special_tokens(start):

@@ -12,8 +12,7 @@ from swiftkv_jax.serve.bodies.call_grammars import calls_grammar
 from swiftkv_jax.serve.text.tool_formats import ToolFormat, tool_format_of
 from swiftkv_jax.serve.text.xml_tool_calls import XMLToolCallParser
 from tests.infer.test_grammar_tokenizer import byte_level, made, walk
-from tests.serve.conftest import TEMPLATE, make_tokenizer
-from tests.serve.test_forced_calls import streamed, whole
+from tests.serve.conftest import TEMPLATE, make_tokenizer, said
 from tests.serve.test_forms import CHAT, ROOM, chat
 from tests.serve.test_tool_calls import read
 
@@ -288,14 +287,11 @@ def test_a_server(start, says):
     tool = {"type": "function", "function": {"name": "f", "parameters": FORCED}}
     says("Yes.\n" + call(code="ab", days="7", where='{"x":1}'), tokenizer)
     body = chat(tools=[tool], max_tokens=400)
-    _, answer = running.post(CHAT, body)
-    assert whole(answer) == streamed(running, body)
-    ((content, ((name, arguments),), reason),) = whole(answer)
-    assert (content, name, reason) == ("Yes.", "f", "tool_calls")
+    (one,) = running.checked(CHAT, body)["choices"]
+    content, _, ((name, arguments),) = said([one["message"]])
+    assert (content, name, one["finish_reason"]) == ("Yes.", "f", "tool_calls")
     assert json.loads(arguments) == {"code": "ab", "days": 7, "where": {"x": 1}}
     says(call(code="ab", days="7", where='{"x":1}'), tokenizer)
-    body |= {"tool_choice": "required"}
-    status, answer = running.post(CHAT, body)
-    assert status == 200 and whole(answer) == streamed(running, body)
-    ((content, ((name, again),), reason),) = whole(answer)
-    assert (content, again, reason) == ("", arguments, "tool_calls")
+    (one,) = running.checked(CHAT, body | {"tool_choice": "required"})["choices"]
+    assert said([one["message"]]) == ("", "", [["f", arguments]])
+    assert one["finish_reason"] == "tool_calls"

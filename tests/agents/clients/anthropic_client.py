@@ -6,8 +6,7 @@ from typing import Any
 
 import anthropic
 import harness
-import pydantic
-from harness import CALL, CHAT, LONG, MODEL, STRUCTURED, TOOL
+from harness import CALL, CHAT, LONG, MODEL, STRUCTURED, TOOL, City, user
 
 client = anthropic.Anthropic(base_url=harness.URL, api_key="none")
 FUNCTION = harness.FUNCTION
@@ -19,15 +18,6 @@ TOOLS: Any = [
     }
 ]
 COMMON: Any = {"model": MODEL, "max_tokens": 500}
-
-
-class City(pydantic.BaseModel):
-    name: str
-    people: int
-
-
-def user(text: str) -> Any:
-    return [{"role": "user", "content": text}]
 
 
 def create(messages: Any, **fields: Any) -> Any:

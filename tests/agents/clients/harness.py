@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import pydantic
+
 URL = sys.argv[1]
 """Of the server, without /v1."""
 MODEL = "scripted"
@@ -40,6 +42,18 @@ PNG = (
     "DwAChwGA60e6kgAAAABJRU5ErkJggg=="
 )
 """A picture of one pixel."""
+
+
+class City(pydantic.BaseModel):
+    """A city."""
+
+    name: str
+    people: int
+
+
+def user(text: str) -> list[Any]:
+    """A chat in OpenAI's form and in Anthropic's."""
+    return [{"role": "user", "content": text}]
 
 
 def call_of(name: str, arguments: Any) -> str:

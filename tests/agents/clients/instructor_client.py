@@ -8,14 +8,8 @@ import anthropic
 import harness
 import instructor
 import openai
-import pydantic
-from harness import CITY, MODEL, STRUCTURED
+from harness import CITY, MODEL, STRUCTURED, City
 from instructor import Mode
-
-
-class City(pydantic.BaseModel):
-    name: str
-    people: int
 
 
 def openai_client(mode: Mode) -> Any:

@@ -5,18 +5,10 @@
 from typing import Any
 
 import harness
-import pydantic
-from harness import CALL, CHAT, LONG, MODEL, STRUCTURED, TOOL
+from harness import CALL, CHAT, LONG, MODEL, STRUCTURED, TOOL, City
 from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
-
-
-class City(pydantic.BaseModel):
-    """A city."""
-
-    name: str
-    people: int
 
 
 def tool(model: Any) -> str:

@@ -11,22 +11,12 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # the package's own, not on
 
 import harness
 import litellm
-import pydantic
-from harness import CALL, CHAT, FUNCTION, LONG, MODEL, STRUCTURED, TOOL
+from harness import CALL, CHAT, FUNCTION, LONG, MODEL, STRUCTURED, TOOL, City, user
 
 litellm.telemetry = False
 PROVIDERS = {"openai": "/v1", "hosted_vllm": "/v1", "anthropic": ""}
 """Provider -> what it expects after the address."""
 TOOLS: Any = [{"type": "function", "function": FUNCTION}]
-
-
-class City(pydantic.BaseModel):
-    name: str
-    people: int
-
-
-def user(text: str) -> list[Any]:
-    return [{"role": "user", "content": text}]
 
 
 def create(provider: str, messages: list[Any], **fields: Any) -> Any:

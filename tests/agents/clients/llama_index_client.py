@@ -5,8 +5,7 @@
 from typing import Any
 
 import harness
-import pydantic
-from harness import CALL, CHAT, LONG, MODEL, STRUCTURED, TOOL
+from harness import CALL, CHAT, LONG, MODEL, STRUCTURED, TOOL, City
 from llama_index.core.llms import ChatMessage, ImageBlock, TextBlock
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
@@ -20,11 +19,6 @@ model: Any = OpenAILike(
     should_use_structured_outputs=True,
 )
 WEATHER = FunctionTool.from_defaults(harness.weather)
-
-
-class City(pydantic.BaseModel):
-    name: str
-    people: int
 
 
 def user(text: str) -> ChatMessage:

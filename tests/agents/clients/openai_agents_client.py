@@ -7,17 +7,11 @@ from typing import Any
 import agents
 import harness
 import openai
-import pydantic
-from harness import CHAT, LONG, MODEL, STRUCTURED, TOOL
+from harness import CHAT, LONG, MODEL, STRUCTURED, TOOL, City
 
 agents.set_tracing_disabled(True)
 client = openai.AsyncOpenAI(base_url=f"{harness.URL}/v1", api_key="none")
 WEATHER = agents.function_tool(harness.weather)
-
-
-class City(pydantic.BaseModel):
-    name: str
-    people: int
 
 
 def agent(model: Any, **fields: Any) -> Any:

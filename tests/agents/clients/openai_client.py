@@ -7,22 +7,12 @@ from typing import Any
 
 import harness
 import openai
-import pydantic
-from harness import CALL, CHAT, FUNCTION, LONG, MODEL, STRUCTURED, TOOL
+from harness import CALL, CHAT, FUNCTION, LONG, MODEL, STRUCTURED, TOOL, City, user
 
 client = openai.OpenAI(base_url=f"{harness.URL}/v1", api_key="none")
 TOOLS: Any = [{"type": "function", "function": FUNCTION}]
 FLAT: Any = [{"type": "function", "strict": True, **FUNCTION}]
 BY_NAME: Any = {"type": "function", "function": {"name": "weather"}}
-
-
-class City(pydantic.BaseModel):
-    name: str
-    people: int
-
-
-def user(text: str) -> list[Any]:
-    return [{"role": "user", "content": text}]
 
 
 def create(messages: list[Any], **fields: Any) -> Any:

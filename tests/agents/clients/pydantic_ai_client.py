@@ -6,19 +6,13 @@ import base64
 from typing import Any
 
 import harness
-import pydantic
-from harness import CHAT, CITY, LONG, MODEL, STRUCTURED, TOOL
+from harness import CHAT, CITY, LONG, MODEL, STRUCTURED, TOOL, City
 from pydantic_ai import Agent, BinaryContent, NativeOutput
 from pydantic_ai.messages import ModelRequest, ModelResponse, TextPart, UserPromptPart
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
-
-
-class City(pydantic.BaseModel):
-    name: str
-    people: int
 
 
 async def stream(model: Any) -> list[str]:
