@@ -141,12 +141,12 @@ def test_requests_are_what_they_were(compiler):
 
 def test_a_grammar_of_another_kind_is_refused():
     with pytest.raises(TypeError, match="Digits cannot be sent"):
-        frames.fields_of(Request([1], grammar=Digits(3)))
+        frames.sent_of(Request([1], grammar=Digits(3)))
 
 
 def test_long_requests_are_sent_in_several_frames(monkeypatch):
     requests = [Request(list(range(10))) for _ in range(5)]
-    size = len(msgspec.msgpack.encode(frames.fields_of(requests[0])))
+    size = len(msgspec.msgpack.encode(frames.sent_of(requests[0])))
     monkeypatch.setattr(frames, "SPLIT_BYTES", 2.5 * size)
     sent = list(frames.frames(0, 0, [(0, None)], requests))
     assert [len(frame.requests) for frame in sent] == [2, 2, 1]

@@ -151,7 +151,7 @@ class Follower:
                 if isinstance(frame, Last):
                     break
                 assert isinstance(frame, Frame) and self._makers is not None
-                requests += [request_of(fields, self._makers) for fields in frame.requests]
+                requests += [request_of(sent, self._makers) for sent in frame.requests]
                 aborts += frame.aborts
                 if not frame.goes_on:
                     self._commands.put(Commands(frame.step, frame.pages_in_use, aborts, requests))

@@ -3,8 +3,9 @@ before each step, and back from each follower when it has taken the step."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -39,55 +40,34 @@ class Grammar(msgspec.Struct, omit_defaults=True):
     bad_words: tuple[tuple[int, ...], ...] = ()
 
 
-class _Common(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """Fields of `Request` and `ScoreRequest`."""
+class Sent(msgspec.Struct, omit_defaults=True):
+    """A `Request`, or a `ScoreRequest` without `params`."""
 
     tokens: bytes
     """i32."""
-    cache_salt: str = ""
-    page_keys: list[bytes] | None = None
-
-
-class GenerateFields(_Common, tag="generate", omit_defaults=True, kw_only=True):
-    """A `Request`."""
-
-    params: SamplingParams
-    rng_stream: int = 0
+    params: SamplingParams | None = None
     grammar: Grammar | None = None
-    speculative: bool = True
     prediction: bytes = b""
     """i32."""
+    others: dict[str, Any] = {}
+    """The other fields, by name."""
 
 
-class ScoreFields(_Common, tag="score", omit_defaults=True, kw_only=True):
-    """A `ScoreRequest`."""
-
-    start: int
-    top_logprobs: int = 0
+_APART = {"prompt", "tokens", "params", "grammar", "prediction"}
 
 
-Fields = GenerateFields | ScoreFields
-
-
-def fields_of(request: Request | ScoreRequest) -> Fields:
+def sent_of(request: Request | ScoreRequest) -> Sent:
     """A request as it is sent. Raises `TypeError` for a grammar that cannot be."""
-    is_score = isinstance(request, ScoreRequest)
-    tokens = request.tokens if is_score else request.prompt
-    common = {
-        "tokens": np.asarray(tokens, np.int32).tobytes(),
-        "cache_salt": request.cache_salt,
-        "page_keys": request.page_keys and list(request.page_keys),
-    }
-    if is_score:
-        return ScoreFields(**common, start=request.start, top_logprobs=request.top_logprobs)
-    return GenerateFields(
-        **common,
-        params=request.params,
-        rng_stream=request.rng_stream,
-        grammar=_grammar_of(request.grammar),
-        speculative=request.speculative,
-        prediction=np.asarray(request.prediction, np.int32).tobytes(),
-    )
+    names = {field.name for field in dataclasses.fields(request)} - _APART
+    sent = Sent(_i32(request.tokens), others={name: getattr(request, name) for name in names})
+    if isinstance(request, Request):
+        sent.params, sent.grammar = request.params, _grammar_of(request.grammar)
+        sent.prediction = _i32(request.prediction)
+    return sent
+
+
+def _i32(tokens: Sequence[int]) -> bytes:
+    return np.asarray(tokens, np.int32).tobytes()
 
 
 class Makers(NamedTuple):
@@ -100,26 +80,14 @@ class Makers(NamedTuple):
     vocab_size: int
 
 
-def request_of(fields: Fields, makers: Makers) -> Request | ScoreRequest:
+def request_of(sent: Sent, makers: Makers) -> Request | ScoreRequest:
     """The request that was sent. Raises what `makers.compile_grammar` raises."""
-    common = {"cache_salt": fields.cache_salt, "page_keys": fields.page_keys}
-    tokens = np.frombuffer(fields.tokens, np.int32)
-    if isinstance(fields, ScoreFields):
-        return ScoreRequest(
-            tokens,  # type: ignore[arg-type]
-            start=fields.start,
-            top_logprobs=fields.top_logprobs,
-            **common,
-        )
-    return Request(
-        tokens,  # type: ignore[arg-type]
-        fields.params,
-        rng_stream=fields.rng_stream,
-        grammar=fields.grammar and _matcher_of(fields.grammar, makers),
-        speculative=fields.speculative,
-        prediction=tuple(np.frombuffer(fields.prediction, np.int32).tolist()),
-        **common,
-    )
+    tokens: Any = np.frombuffer(sent.tokens, np.int32)
+    if sent.params is None:
+        return ScoreRequest(tokens, **sent.others)
+    grammar = sent.grammar and _matcher_of(sent.grammar, makers)
+    prediction = tuple(np.frombuffer(sent.prediction, np.int32).tolist())
+    return Request(tokens, sent.params, grammar=grammar, prediction=prediction, **sent.others)
 
 
 def _grammar_of(matcher: Matcher | None) -> Grammar | None:
@@ -183,7 +151,7 @@ class Frame(msgspec.Struct, tag="frame", omit_defaults=True):
     pages_in_use: int
     """Pages that requests held before this frame, in every engine."""
     aborts: list[Abort] = []
-    requests: list[Fields] = []
+    requests: list[Sent] = []
     goes_on: bool = False
     """More requests for the same step are in the next frame."""
 
@@ -204,14 +172,14 @@ def frames(
     """The frames of one step: one, unless its requests are very long."""
     frame = Frame(step, pages_in_use, aborts, [])
     size = 0
-    for fields in map(fields_of, requests):
-        num_bytes = len(msgspec.msgpack.encode(fields))
+    for sent in map(sent_of, requests):
+        num_bytes = len(msgspec.msgpack.encode(sent))
         if size and size + num_bytes > SPLIT_BYTES:
             frame.goes_on = True
             yield frame
             frame = Frame(step, pages_in_use, [], [])
             size = 0
-        frame.requests.append(fields)
+        frame.requests.append(sent)
         size += num_bytes
     yield frame
 
