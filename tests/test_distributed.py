@@ -171,11 +171,16 @@ def test_a_mesh_that_leaves_a_process_out_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "without OMPI_COMM_WORLD_LOC"),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2"},
+            "without OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_LOCAL_RANK: start them by one "
+            "launcher, or give `coordinator_address`, `num_processes` and `process_id`",
+        ),
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}, "without SLURM_JOB_ID and SLURM_STEP"),
         (SRUN | {"SLURM_STEP_NUM_TASKS": "4.5"}, "SLURM_STEP_NUM_TASKS='4.5' in the environment"),
         (OPEN_MPI | {"SWIFTKV_JOIN_TIMEOUT": "0"}, "SWIFTKV_JOIN_TIMEOUT='0' in the environment"),
     ],
-    ids=["half", "no number", "no time"],
+    ids=["one of three", "half", "no number", "no time"],
 )
 def test_variables_that_do_not_do(variables, message, asked, monkeypatch):
     set_all(monkeypatch, variables)
