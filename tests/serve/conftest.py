@@ -28,6 +28,7 @@ from swiftkv_jax.serve.service import service as service_module
 from tests.infer import mock_model_runner
 from tests.infer.conftest import checkpoint, compilations, greedy
 from tests.infer.mock_model_runner import END, VOCAB, MockModelRunner, mock_engine
+from tests.serve.parts import entries_of, said
 
 __all__ = ["checkpoint", "compilations", "greedy"]
 
@@ -123,8 +124,7 @@ def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
 
 
 def read_all(connection: socket.socket, end: bytes | None = None) -> bytes:
-    """All that comes until the server closes a connection, also with a reset, or until there is
-    `end`."""
+    """All that comes until there is `end`, or the server closes, also with a reset."""
     found = b""
     with contextlib.suppress(ConnectionResetError):
         while (end is None or end not in found) and (more := connection.recv(65536)):
@@ -144,24 +144,6 @@ def later[T](ask: Callable[..., T], *args: Any) -> concurrent.futures.Future[T]:
 
     threading.Thread(target=run, daemon=True).start()
     return found
-
-
-def said(parts: list[dict[str, Any]]) -> tuple[str, str, list[list[str]]]:
-    """(content, reasoning, calls of [name, arguments]) of the messages or deltas of a choice."""
-    calls: list[list[str]] = []
-    for call in (call for part in parts for call in part.get("tool_calls", ())):
-        if "id" in call:
-            calls.append([call["function"]["name"], ""])
-        calls[call.get("index", -1)][1] += call["function"].get("arguments", "")
-    content, reasoning = (
-        "".join(part.get(name) or "" for part in parts) for name in ("content", "reasoning")
-    )
-    return content, reasoning, calls
-
-
-def entries_of(choices: list[dict[str, Any]]) -> list[Any]:
-    """Log-probabilities of the parts of a choice of a chat."""
-    return sum(((one["logprobs"] or {}).get("content", []) for one in choices), [])
 
 
 @dataclasses.dataclass

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from tests.serve.conftest import END, TEMPLATE, make_tokenizer, said
+from tests.serve.conftest import END, TEMPLATE, make_tokenizer
+from tests.serve.parts import said
 from tests.serve.test_forms import CHAT, ROOM, chat
 
 TAGS = "<tool_call>", "</tool_call>"

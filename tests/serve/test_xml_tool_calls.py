@@ -12,7 +12,8 @@ from swiftkv_jax.serve.bodies.call_grammars import calls_grammar
 from swiftkv_jax.serve.text.tool_formats import ToolFormat, tool_format_of
 from swiftkv_jax.serve.text.xml_tool_calls import XMLToolCallParser
 from tests.infer.test_grammar_tokenizer import byte_level, made, walk
-from tests.serve.conftest import TEMPLATE, make_tokenizer, said
+from tests.serve.conftest import TEMPLATE, make_tokenizer
+from tests.serve.parts import said
 from tests.serve.test_forms import CHAT, ROOM, chat
 from tests.serve.test_tool_calls import read
 
