@@ -85,6 +85,8 @@ def test_students_of_a_real_model_in_the_readme_are_the_measured_ones():
         lost = [points(cell, task).replace("+0 ", "0 ") for task in ("recall", "identifiers")]
         tokens = cell["trained_tokens"]
         made = f"distilled on {tokens / 1e6:.0f}M tokens" if tokens else "calibration"
+        if share := cell.get("restated_share"):
+            made += f", {share:.0%} [restated](docs/training.md#data)"
         if program.exact_head and program.prompt_mlp_neurons:
             made += ", [closer states](docs/calibration.md#closer-boundary-states)"
         elif program != Program():
@@ -96,7 +98,7 @@ def test_students_of_a_real_model_in_the_readme_are_the_measured_ones():
                 f"{', '.join(lost)} |"
             )
     shown = [line for line in text_of(README).splitlines() if f" of {layers} | " in line]
-    assert len(shown) > 4 and set(shown) <= set(rows)
+    assert len(shown) > 5 and set(shown) <= set(rows)
     kept = [
         next(
             cell

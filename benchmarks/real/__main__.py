@@ -69,6 +69,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flag("--name", help="in tables and file names (default: the model's file name)")
     flag("--rows", type=int, default=Settings.rows, help="of each text (default: %(default)s)")
     flag("--no-tasks", action="store_true", help="texts only")
+    flag("--documents", type=int, default=1, help="of each task and length (default: %(default)s)")
     flag(
         "--calibration-tokens",
         type=int,
@@ -81,11 +82,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """Raises `UsageError` for numbers below 1."""
-    for name in ("rows", "calibration_tokens"):
+    for name in ("rows", "calibration_tokens", "documents"):
         if getattr(args, name) < 1:
             raise UsageError(f"`{name}`={getattr(args, name)}: must be at least 1")
     return Settings(
-        rows=args.rows, calibration_tokens=args.calibration_tokens, tasks=not args.no_tasks
+        rows=args.rows,
+        calibration_tokens=args.calibration_tokens,
+        tasks=not args.no_tasks,
+        documents=args.documents,
     )
 
 

@@ -36,6 +36,8 @@ class Settings:
     seed: int = 0
     calibration_tokens: int = 24_576
     tasks: bool = True
+    documents: int = 1
+    """Of each task and length."""
     problems: int = 0
     """Of HumanEval."""
 
@@ -93,7 +95,7 @@ def _text_rows(tokenizer: Any, settings: Settings) -> dict[str, Rows]:
 
 
 def _task_rows(tokenizer: Any, settings: Settings) -> dict[int, Rows]:
-    """Length -> a row of each task."""
+    """Length -> the rows of one task after another."""
     if not settings.tasks:
         return {}
     return {
@@ -101,7 +103,9 @@ def _task_rows(tokenizer: Any, settings: Settings) -> dict[int, Rows]:
             [
                 quiz
                 for task in documents.TASKS
-                for quiz in documents.quizzes(task, tokenizer, length, 1, settings.seed)
+                for quiz in documents.quizzes(
+                    task, tokenizer, length, settings.documents, settings.seed
+                )
             ],
             tokenizer,
             length,
@@ -130,15 +134,25 @@ def ratio(sums: np.ndarray, counts: np.ndarray) -> dict[str, float]:
     return {"value": float(value), "stderr": float(np.sqrt(spread) / total)}
 
 
-def beside(teacher: ArrayLike, student: ArrayLike, unit: str) -> dict[str, Any]:
-    """Means of both over the same questions, and their difference."""
+def beside(
+    teacher: ArrayLike, student: ArrayLike, unit: str, clusters: np.ndarray | None = None
+) -> dict[str, Any]:
+    """Means of both over the same questions, and their difference. Its standard error is over
+    `clusters`, the number of each question's document, or over the questions."""
     before, after = (np.asarray(values, np.float64) for values in (teacher, student))
     return {
         unit: len(before),
         "teacher": float(before.mean()),
         "student": float(after.mean()),
-        "difference": ratio(after - before, np.ones(len(before))),
+        "difference": _clustered(after - before, clusters),
     }
+
+
+def _clustered(values: np.ndarray, clusters: np.ndarray | None) -> dict[str, float]:
+    """The mean and its standard error over clusters; None: over the values."""
+    if clusters is None:
+        return ratio(values, np.ones(len(values)))
+    return ratio(np.bincount(clusters, values), np.bincount(clusters).astype(np.float64))
 
 
 def _text(reference: Reference, found: Scores) -> dict[str, Any]:
@@ -184,7 +198,8 @@ def _far(texts: Sequence[tuple[Reference, Scores]]) -> dict[str, Any]:
 
 def _of_tasks(found: Sequence[tuple[int, Reference, Scores]]) -> dict[str, Any]:
     """For each task how often all tokens of an answer are the likeliest ones, and the nats that
-    the student loses on an answer; by length too."""
+    the student loses on an answer; by length too. Standard errors are over questions, or over
+    documents where there are several of each length."""
     return {
         task.name: _of_task(
             [(length, *_answers(length, before, after, number)) for length, before, after in found]
@@ -196,26 +211,34 @@ def _of_tasks(found: Sequence[tuple[int, Reference, Scores]]) -> dict[str, Any]:
 
 def _answers(
     length: int, reference: Reference, found: Scores, task: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each question of a task: whether the teacher and the student answer it, and the nats that
-    the student loses."""
-    questions = documents.QUESTIONS[length]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Of each question of a task: whether the teacher and the student answer it, the nats that the
+    student loses, and the number of its document."""
     items = reference.rows.items
-    chosen = slice(task * questions, (task + 1) * questions)
     wrong = [np.bincount(items, 1 - scores.first) for scores in (reference.scores, found)]
     lost = np.bincount(items, found.nll - reference.scores.nll)
-    return wrong[0][chosen] == 0, wrong[1][chosen] == 0, lost[chosen]
+    each = len(lost) // len(documents.TASKS)
+    chosen = slice(task * each, (task + 1) * each)
+    document = np.arange(each) // documents.QUESTIONS[length]
+    return wrong[0][chosen] == 0, wrong[1][chosen] == 0, lost[chosen], document
 
 
 def _of_task(
-    by_length: Sequence[tuple[int, np.ndarray, np.ndarray, np.ndarray]],
+    by_length: Sequence[tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]],
 ) -> dict[str, Any]:
     teacher, student, lost = (np.concatenate([each[i] for each in by_length]) for i in (1, 2, 3))
+    per_length = [each[4].max() + 1 for each in by_length]
+    clusters = None
+    if max(per_length) > 1:
+        first = np.cumsum([0, *per_length[:-1]])
+        clusters = np.concatenate(
+            [start + each[4] for start, each in zip(first, by_length, strict=True)]
+        )
     return {
-        **beside(teacher, student, "questions"),
-        "lost": ratio(lost, np.ones(len(lost))),
+        **beside(teacher, student, "questions", clusters),
+        "lost": _clustered(lost, clusters),
         "lengths": {
             str(length): {"teacher": float(before.mean()), "student": float(after.mean())}
-            for length, before, after, _ in by_length
+            for length, before, after, *_ in by_length
         },
     }
