@@ -68,8 +68,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flag = parser.add_argument
     flag("--name", help="in tables and file names (default: the model's file name)")
     flag("--rows", type=int, default=Settings.rows, help="of each text (default: %(default)s)")
-    flag("--no-tasks", action="store_true", help="texts only")
-    flag("--documents", type=int, default=1, help="of each task and length (default: %(default)s)")
+    flag(
+        "--documents",
+        type=int,
+        default=Settings.documents,
+        help="of each task and length; 0: texts only (default: %(default)s)",
+    )
     flag(
         "--calibration-tokens",
         type=int,
@@ -81,14 +85,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """Raises `UsageError` for numbers below 1."""
-    for name in ("rows", "calibration_tokens", "documents"):
-        if getattr(args, name) < 1:
-            raise UsageError(f"`{name}`={getattr(args, name)}: must be at least 1")
+    """Raises `UsageError` for numbers that are too small."""
+    for name, least in (("rows", 1), ("calibration_tokens", 1), ("documents", 0)):
+        if getattr(args, name) < least:
+            raise UsageError(f"`{name}`={getattr(args, name)}: must be at least {least}")
     return Settings(
         rows=args.rows,
         calibration_tokens=args.calibration_tokens,
-        tasks=not args.no_tasks,
         documents=args.documents,
     )
 

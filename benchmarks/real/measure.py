@@ -35,9 +35,8 @@ class Settings:
     """Of English and of code."""
     seed: int = 0
     calibration_tokens: int = 24_576
-    tasks: bool = True
     documents: int = 1
-    """Of each task and length."""
+    """Of each task and length; 0 measures text only."""
     problems: int = 0
     """Of HumanEval."""
 
@@ -96,7 +95,7 @@ def _text_rows(tokenizer: Any, settings: Settings) -> dict[str, Rows]:
 
 def _task_rows(tokenizer: Any, settings: Settings) -> dict[int, Rows]:
     """Length -> the rows of one task after another."""
-    if not settings.tasks:
+    if not settings.documents:
         return {}
     return {
         length: quiz_rows(

@@ -31,6 +31,8 @@ _TITLES = {"english": "English", "code": "code"}
 
 _ON_THE_PAGE = range(13 + 1)
 """Columns of the page of measurements: all that every cell has."""
+_OF_TASKS = *range(4), *range(11, 11 + len(documents.TASKS))
+"""Columns of the table of tasks over several documents."""
 
 LEGEND = (
     f"`prefill` is the share of the teacher's operations for a prompt of 2,048 tokens. `English` "
@@ -67,11 +69,33 @@ def section(found: Sequence[dict[str, Any]]) -> str:
     for document in found:
         if document["cells"]:
             models.setdefault(document["model"]["name"], []).append(document)
-    parts = [
-        "\n\n".join([_describe(each), _short_table(each), *_notes(each)])
-        for _, each in sorted(models.items())
-    ]
+    parts = ["\n\n".join(_parts(each)) for _, each in sorted(models.items())]
     return markdown.section("Students of real models", _INTRODUCTION, LEGEND, *parts)
+
+
+def _parts(found: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """What the page says of one model."""
+    one = [document for document in found if document["settings"]["documents"] == 1]
+    several = [document for document in found if document["settings"]["documents"] > 1]
+    yield _describe(one)
+    yield _short_table(one)
+    yield from _notes(one)
+    if several:
+        yield _describe_tasks(several)
+        yield markdown.table([_COLUMNS[column] for column in _OF_TASKS], _task_lines(several))
+
+
+def _describe_tasks(found: Sequence[dict[str, Any]]) -> str:
+    settings = found[-1]["settings"]
+    return (
+        f"Tasks again, over {settings['documents']} documents of each length, where the teacher "
+        f"answers {_of_teacher(found[-1]['cells'][0])}. ± is one standard error over documents, "
+        f"and the second figure is the nats lost on an answer."
+    )
+
+
+def _task_lines(found: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
+    return ([line[column] for column in _OF_TASKS] for line in _lines(found))
 
 
 def _short_table(found: Sequence[dict[str, Any]]) -> str:
@@ -100,16 +124,19 @@ def _describe(found: Sequence[dict[str, Any]]) -> str:
         f"{text['teacher_perplexity']:.2f} on {text['tokens']:,} tokens of {_TITLES[kind]}"
         for kind, text in cell["texts"].items()
     )
-    tasks = ", ".join(
-        f"{task['teacher']:.0%} of {task['questions']} of `{name}`"
-        for name, task in cell["tasks"].items()
-    )
     return (
         f"**{model['name']}** ({model['layers']} layers, {model['parameters'] / 1e6:.0f}M "
         f"parameters), closed form fitted to {settings['calibration_tokens']:,} tokens. The "
         f"teacher's perplexity is {texts}; {cell['far']['tokens']:,} are far tokens."
-        + f" It answers {tasks}."
-        * bool(tasks)
+        f" It answers {_of_teacher(cell)}."
+    )
+
+
+def _of_teacher(cell: Cell) -> str:
+    """Shares of the questions of each task."""
+    return ", ".join(
+        f"{task['teacher']:.0%} of {task['questions']} of `{name}`"
+        for name, task in cell["tasks"].items()
     )
 
 

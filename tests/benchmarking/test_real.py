@@ -5,6 +5,7 @@ import argparse
 import copy
 import dataclasses
 import json
+import math
 import shutil
 import signal
 import threading
@@ -213,7 +214,7 @@ def test_a_problem_is_the_function_and_its_tests(monkeypatch):
 def measured(demo, packages, monkeypatch, tmp_path):
     """The command on the demo model with one row of each text, without tasks."""
     monkeypatch.setattr(corpus, "PACKAGES", ("kept",))
-    flags = "--rows 1 --no-tasks --calibration-tokens 512 --programs base --cuts 6,4"
+    flags = "--rows 1 --documents 0 --calibration-tokens 512 --programs base --cuts 6,4"
     output = tmp_path / "result.json"
     arguments = [DEMO.model, *flags.split(), "--corpus", str(tmp_path / "corpus")]
     return [*arguments, "--output", str(output)], output
@@ -240,7 +241,7 @@ def test_a_plan_is_trained_and_measured(demo, packages, monkeypatch, tmp_path):
     not trained again."""
     monkeypatch.setattr(corpus, "PACKAGES", ("kept",))
     output = tmp_path / "result.json"
-    flags = ["--rows", "1", "--no-tasks", "--program", "base", "--output", str(output)]
+    flags = ["--rows", "1", "--documents", "0", "--program", "base", "--output", str(output)]
     folders = ["--corpus", str(tmp_path / "corpus"), "--folder", str(tmp_path / "run")]
     arguments = ["tiny", "--model", DEMO.model, *flags, *folders]
     assert distill_real.main([*arguments, "--train-only"]) == 0
@@ -357,7 +358,7 @@ def test_table():
     ]
     document = {
         "model": {"name": "m", "layers": 30, "parameters": 1e6},
-        "settings": {"calibration_tokens": 24_576},
+        "settings": {"calibration_tokens": 24_576, "documents": 1},
         "cells": [cell.key | figures for cell in made],
     }
     newer = copy.deepcopy(document)
@@ -374,3 +375,19 @@ def test_table():
     assert "75% of 44 of `recall`" in section
     assert "| 0.012 | 90.0% | +0.66 ± 0.05 | 0.012 | -25 ± 7 | -25 ± 7 | -25 ± 7 |" in section
     assert section.count(" -25 ± 7 | -25 ± 7 | -25 ± 7 |") == 3
+    again = copy.deepcopy(newer) | {"settings": {"documents": 4}}
+    table_of_tasks = table.section([document, newer, again]).partition("Tasks again")[2]
+    assert "over 4 documents of each length" in table_of_tasks
+    assert table_of_tasks.endswith(
+        "| 20 (67%) | closed form | `own`, 64 |  |" + " -25 ± 7, +0.60 ± 0.07 |" * 3
+    )
+
+
+def test_errors_of_tasks_are_those_of_documents():
+    """Answers about one document come right or wrong together."""
+    right = np.array([True, True, False, False])
+    alone = measure.beside(right, ~right, "questions")["difference"]
+    together = measure.beside(right, ~right, "questions", np.array([0, 0, 1, 1]))["difference"]
+    assert alone["value"] == together["value"] == 0
+    assert alone["stderr"] == pytest.approx(1 / math.sqrt(3))  # 2 / sqrt(4) * sqrt(1 / 3)
+    assert together["stderr"] == pytest.approx(1)
