@@ -100,8 +100,11 @@ class KeptPrograms:
             return None
         function, *operands = lower.args
         name = f"{function.__module__}.{function.__qualname__}"
-        text = repr((jax.tree.flatten((operands, lower.keywords)), options))
+        leaves, tree = jax.tree.flatten((operands, lower.keywords))
+        text = repr((leaves, tree, options))
         if " at 0x" in text or "<locals>" in name:
+            return None
+        if any(hasattr(leaf, "__array__") for leaf in leaves):  # long ones are shown in part
             return None
         key = hashlib.sha256(f"{self._ground} {name} {text}".encode()).hexdigest()
         return self._folder / f"{function.__name__}-{key}"

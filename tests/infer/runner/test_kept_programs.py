@@ -74,7 +74,9 @@ def test_what_may_be_wrong_is_not_kept(again, factor, tmp_path):
     again().compile(made, None, SimpleNamespace(compile=lambda compiler_options: compiled))
     inner = jax.jit(lambda tree, factor: tree, static_argnames="factor")
     compile_new(again(), made_from(factor, function=inner))
-    assert list(tmp_path.iterdir()) == [], "out of JAX's cache; a function that has no name"
+    values = functools.partial(lower, scaled, {"x": jnp.ones(2000)}, factor=factor)
+    compile_new(again(), values)
+    assert list(tmp_path.iterdir()) == [], "out of JAX's cache; a function without a name; values"
 
 
 def test_the_rest_is_compiled(again, factor, tmp_path):
