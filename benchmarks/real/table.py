@@ -78,33 +78,28 @@ def _parts(found: Sequence[dict[str, Any]]) -> Iterator[str]:
     one = [document for document in found if document["settings"]["documents"] == 1]
     several = [document for document in found if document["settings"]["documents"] > 1]
     yield _describe(one)
-    yield _short_table(one)
+    yield _short_table(one, _ON_THE_PAGE)
     yield from _notes(one)
     if several:
         yield _describe_tasks(several)
-        yield markdown.table([_COLUMNS[column] for column in _OF_TASKS], _task_lines(several))
+        yield _short_table(several, _OF_TASKS)
 
 
 def _describe_tasks(found: Sequence[dict[str, Any]]) -> str:
     settings = found[-1]["settings"]
     return (
-        f"Tasks again, over {settings['documents']} documents of each length, where the teacher "
-        f"answers {_of_teacher(found[-1]['cells'][0])}. ± is one standard error over documents, "
-        f"and the second figure is the nats lost on an answer."
+        f"Tasks over {settings['documents']} documents of each length, of which the teacher "
+        f"answers {_of_teacher(found[-1]['cells'][0])}; ± is over documents."
     )
 
 
-def _task_lines(found: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
-    return ([line[column] for column in _OF_TASKS] for line in _lines(found))
-
-
-def _short_table(found: Sequence[dict[str, Any]]) -> str:
+def _short_table(found: Sequence[dict[str, Any]], columns: Sequence[int]) -> str:
     """All cells, without the nats that they lose on answers."""
     lines = [
-        [line[column].partition(", +")[0].partition(", -")[0] for column in _ON_THE_PAGE]
+        [line[column].partition(", +")[0].partition(", -")[0] for column in columns]
         for line in _lines(found)
     ]
-    return markdown.table([_COLUMNS[column] for column in _ON_THE_PAGE], lines)
+    return markdown.table([_COLUMNS[column] for column in columns], lines)
 
 
 _INTRODUCTION = (

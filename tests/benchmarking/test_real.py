@@ -376,10 +376,10 @@ def test_table():
     assert "| 0.012 | 90.0% | +0.66 ± 0.05 | 0.012 | -25 ± 7 | -25 ± 7 | -25 ± 7 |" in section
     assert section.count(" -25 ± 7 | -25 ± 7 | -25 ± 7 |") == 3
     again = copy.deepcopy(newer) | {"settings": {"documents": 4}}
-    table_of_tasks = table.section([document, newer, again]).partition("Tasks again")[2]
-    assert "over 4 documents of each length" in table_of_tasks
+    table_of_tasks = table.section([document, newer, again]).partition("Tasks over")[2]
+    assert table_of_tasks.startswith(" 4 documents of each length")
     assert table_of_tasks.endswith(
-        "| 20 (67%) | closed form | `own`, 64 |  |" + " -25 ± 7, +0.60 ± 0.07 |" * 3
+        "| 20 (67%) | closed form | `own`, 64 |  |" + " -25 ± 7 |" * 3
     )
 
 
