@@ -378,9 +378,7 @@ def test_table():
     again = copy.deepcopy(newer) | {"settings": {"documents": 4}}
     table_of_tasks = table.section([document, newer, again]).partition("Tasks over")[2]
     assert table_of_tasks.startswith(" 4 documents of each length")
-    assert table_of_tasks.endswith(
-        "| 20 (67%) | closed form | `own`, 64 |  |" + " -25 ± 7 |" * 3
-    )
+    assert table_of_tasks.endswith("| 20 (67%) | closed form | `own`, 64 |  |" + " -25 ± 7 |" * 3)
 
 
 def test_errors_of_tasks_are_those_of_documents():
