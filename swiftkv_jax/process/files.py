@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import glob
 import json
 import os
@@ -10,7 +11,7 @@ import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ..errors import UsageError
 from .distributed import barrier, from_process_0, is_main_process
@@ -98,6 +99,34 @@ def write_json(
     else:
         text = json.dumps(document, indent=1, ensure_ascii=False)
     write_atomic(path, (text + "\n").encode())
+
+
+def lock(file: int | IO[bytes]) -> bool:
+    """Take the lock of an open file, which is held until that is closed. False if another process
+    has it; True where the file system has none."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[bool]:
+    """Whether this process alone has the lock file `path`, which is removed at the end. Raises
+    `OSError` if it cannot be made."""
+    with path.open("ab") as file:
+        # A process that ends now may have removed the file since it was opened.
+        owns = (
+            lock(file) and path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
+        )
+        try:
+            yield owns
+        finally:
+            if owns:
+                path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from ..calibration import SLOPE_TOKENS
 from ..checkpoints import save_hf
 from ..checkpoints.loss_notes import loss_warning
 from ..checkpoints.source import Source
-from ..checkpoints.training_run import CALIBRATION, EXPORT
+from ..checkpoints.training_run import CALIBRATION, EXPORT, run_steps
 from ..cli.devices import join_and_emulate, refuse_x64
 from ..cli.fields import given
 from ..cli.model_options import ProcessOptions
@@ -39,7 +39,8 @@ from .loss.far_tokens import FAR_NATS
 from .loss.objective import Objective
 from .loss.quality import MIN_FAR_TOKENS, FarLoss, PerplexityLoss, StudentLoss
 from .run.evaluation import compare_rows, load_held_out, noted, warn_of_loss
-from .run.open_run import open_run
+from .run.open_run import OpenRun, open_run
+from .run.output_folder import held_folder
 from .run.setup import boundary_settings, check_closed_form, describe_run
 from .run.start import calibration_tokens, copied_delta, fitted_delta, rows_left, scale_queries
 from .run.step import make_eval_step
@@ -75,7 +76,11 @@ def main(args: argparse.Namespace) -> int:
 def run(options: CalibrationOptions) -> None:
     """Calibrate and export to `output_dir/model`. Raises as training does, and `UsageError` if the
     folder has a model already, or `keep_delta` has nothing to scale."""
-    opened = open_run(options, check_calibration, forward_configs)
+    with held_folder(options.output_dir, options.model):
+        _run(open_run(options, check_calibration, forward_configs))
+
+
+def _run(opened: OpenRun[CalibrationOptions]) -> None:
     options = opened.options
     mesh = opened.mesh
     data = opened.data
@@ -162,6 +167,11 @@ def check_calibration(options: CalibrationOptions, source: Source, config: Confi
             )
     if (options.output_dir / EXPORT).exists():
         raise UsageError(f"`output_dir`={options.output_dir}: it holds a model already")
+    if run_steps(options.output_dir):
+        raise UsageError(
+            f"`output_dir`={options.output_dir}: it holds the checkpoints of a training run; name "
+            f"another"
+        )
 
 
 def _loss(*results: dict[str, Any]) -> StudentLoss:

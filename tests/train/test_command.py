@@ -9,7 +9,7 @@ from swiftkv_jax import demo
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.train.__main__ import main, parser
 from swiftkv_jax.train.run import setup
-from swiftkv_jax.train.run.output_folder import prepare_folder
+from swiftkv_jax.train.run.output_folder import held_folder, prepare_folder
 
 
 @pytest.fixture(scope="module")
@@ -153,3 +153,18 @@ def test_a_folder_with_one_other_file(tmp_path):
     with pytest.raises(UsageError, match=r"other files than a run's \(thesis.tex\); name another"):
         prepare_folder(tmp_path, str(demo.LLAMA))
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("command", [[], ["calibrate"]])
+def test_a_folder_is_used_by_one_run(command, data, tmp_path, capsys):
+    """Until that has ended, well or not; nothing is left of the lock."""
+    folder = tmp_path / "run"
+    with pytest.raises(KeyError), held_folder(folder, str(demo.LLAMA)):
+        assert main([*command, "--data", str(data), "--output-dir", str(folder)]) == 2
+        assert "another run is using this folder" in capsys.readouterr().err
+        raise KeyError
+    assert not folder.exists()
+    folder.mkdir()
+    with held_folder(folder, str(demo.LLAMA)):
+        assert [path.name for path in folder.iterdir()] == [".lock"]
+    assert not any(folder.iterdir())

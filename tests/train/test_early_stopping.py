@@ -27,7 +27,7 @@ def test_a_run_stops_when_the_held_out_loss_has_not_fallen_and_stays_stopped(tmp
     )
     command = settings.split()
     write_analysis(run / "analysis", num_key_value_layers=4, max_perplexity_loss=1e-6)
-    for _ in range(2):
+    for is_killed in (True, False):
         assert main(command) == 0
         error = capsys.readouterr().err
         assert (
@@ -36,7 +36,10 @@ def test_a_run_stops_when_the_held_out_loss_has_not_fallen_and_stays_stopped(tmp
             and "of perplexity on held-out text, more than the 0.0001% that the cut was" in error
         )
         assert [row["step"] for row in steps(run)] == [1, 2, 3, 4]
-        shutil.rmtree(run / "model")  # as after a kill in the export
+        if is_killed:
+            shutil.rmtree(run / "model")  # in the export
+    assert main(command) == 0
+    assert "finished after step 4 before" in capsys.readouterr().err
 
 
 @pytest.mark.long

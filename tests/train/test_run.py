@@ -248,6 +248,21 @@ def test_a_finished_model_is_not_taken_for_a_new_runs(data, uninterrupted, tmp_p
     assert [path.name for path in output.iterdir()] == ["model"]  # found before data is prepared
 
 
+def test_a_model_in_an_unfinished_run_is_not_taken_for_its_own(
+    data, uninterrupted, tmp_path, capsys
+):
+    output = tmp_path / "run"
+    shutil.copytree(uninterrupted, output)
+    shutil.rmtree(output / "checkpoints" / str(STEPS))
+    assert main(arguments(data, output)) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"its run has only reached step {STEPS - 1} of {STEPS}; remove {output}/model" in error
+    shutil.rmtree(output / "model")
+    command = ["calibrate", "--data", str(data), "--max-length", "32"]
+    assert main([*command, "--output-dir", str(output)]) == 2
+    assert "holds the checkpoints of a training run" in capsys.readouterr().err
+
+
 @pytest.mark.short("True")
 @pytest.mark.parametrize("saves", [True, False])
 def test_divergence_stops_the_run(saves, data, tmp_path, capsys):

@@ -10,7 +10,6 @@ twice. A complete `OUT` is never changed.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -21,7 +20,7 @@ from typing import Any, BinaryIO
 from ...cli.model_options import ModelOptions
 from ...errors import DataError, UsageError
 from ...model.model import Model
-from ...process.files import check_absent, write_atomic
+from ...process.files import check_absent, lock, write_atomic
 from ...process.jsonl import parse_object
 
 _SAMPLES = 16
@@ -105,12 +104,8 @@ class OutputFile:
         are damaged.
         """
         with self.partial.open("a+b") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise UsageError(
-                    f"`output`={self.path}: another process is writing {self.partial}"
-                ) from None
+            if not lock(file):
+                raise UsageError(f"`output`={self.path}: another process is writing {self.partial}")
             # Another process may have ended since this one began, and have renamed the file.
             if self.path.exists() or not (
                 self.partial.exists()

@@ -19,7 +19,6 @@ from ...model.model import default_dtype
 from ...plan.cost import prefill_flops
 from ...process.distributed import is_main_process
 from ..loss.quality import MIN_FAR_TOKENS
-from ..run.output_folder import prepare_folder, removed_if_empty
 from ..run.progress import peak_flops
 from ..run.setup import cut_model
 from ..run_options import RunOptions
@@ -115,9 +114,7 @@ def _recommendation(recipe: RunOptions, config: Config, mesh: Mesh) -> Recommend
         if reason := _takes_too_long(recipe, config, mesh):
             raise _NotRecommendedError(reason)
         try:
-            with removed_if_empty(recipe.output_dir):
-                prepare_folder(recipe.output_dir, recipe.model)
-                chosen = _analyze(recipe, config, mesh)
+            chosen = _analyze(recipe, config, mesh)
         except (ConfigError, DataError, UsageError) as error:
             raise _NotRecommendedError(f"no analysis: {error}") from None
     if chosen is None or chosen.far_is_unknown:
@@ -198,6 +195,6 @@ def _analyze(recipe: RunOptions, config: Config, mesh: Mesh) -> Recommendation |
     settings = settle(options)
     found = measure(options, settings, mesh)
     if is_main_process():
-        settings.folder.mkdir(exist_ok=True)
+        settings.folder.mkdir(parents=True, exist_ok=True)
         report(found, options)
     return found.recommendation

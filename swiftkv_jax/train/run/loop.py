@@ -42,6 +42,7 @@ from .evaluation import (
 )
 from .metrics import EVAL_LOSS, METRICS, MetricsRecorder, held_out_losses
 from .open_run import OpenRun, open_run
+from .output_folder import held_folder
 from .profiling import ProfileWindow
 from .progress import PeakFlops, Progress, peak_flops
 from .setup import (
@@ -87,7 +88,11 @@ def run(recipe: Recipe) -> RunResult:
     this. Raises `UsageError`, `DataError`, `CheckpointError`, `DivergenceError` or
     `OutOfMemoryError`.
     """
-    opened = open_run(recipe, check_run, training_configs)
+    with held_folder(recipe.output_dir, recipe.model):
+        return _run(open_run(recipe, check_run, training_configs))
+
+
+def _run(opened: OpenRun[Recipe]) -> RunResult:
     recipe = opened.options
     mesh = opened.mesh
     data = opened.data
@@ -116,6 +121,11 @@ def run(recipe: Recipe) -> RunResult:
     with contextlib.closing(checkpoints):
         state = checkpoints.restore(shapes, shardings)
         if state is not None and exported.exists():
+            if not _has_ended(recipe, int(state.step), steps):
+                raise UsageError(
+                    f"`output_dir`={recipe.output_dir} holds a model, but its run has only reached "
+                    f"step {int(state.step)} of {steps}; remove {exported} to train on"
+                )
             logger.info(
                 "finished after step %d before: the model is in %s", int(state.step), exported
             )
@@ -170,6 +180,15 @@ def run(recipe: Recipe) -> RunResult:
     if _lacks_speculator(recipe):
         _train_speculator(opened, model, state)
     return RunResult(exported)
+
+
+def _has_ended(recipe: Recipe, step: int, steps: int) -> bool:
+    """Return whether the run in the output folder, as it was recorded, ends with `step`."""
+    if step == steps:
+        return True
+    patience = read_json(recipe.output_dir / RECIPE).get("early_stopping_patience")
+    losses = held_out_losses(recipe.output_dir / METRICS, step)
+    return patience is not None and evaluations_since_best([*losses.values()]) >= patience
 
 
 def _best_state(

@@ -21,7 +21,6 @@ from ...process.distributed import check_all_take_part
 from ..analysis.chosen_cut import with_cut
 from ..data.loader import DatasetMixture
 from ..run_options import RunOptions
-from .output_folder import prepare_folder, removed_if_empty
 from .setup import cut_model, load_data, load_model, open_tokenizer, source_dtype
 
 
@@ -51,7 +50,7 @@ def open_run[T: RunOptions](
     check: Callable[[T, Source, Config], None],
     kernels: Callable[[Config, jnp.dtype, Mesh], Sequence[KernelConfig]],
 ) -> OpenRun[T]:
-    """Set up everything that comes before the first computation.
+    """Set up everything that comes before the first computation, in a folder that is held.
 
     `check` raises for options, a checkpoint and an architecture at its cut that do not go together,
     before data and weights are read. `kernels` are the configurations of kernels that the run
@@ -66,9 +65,7 @@ def open_run[T: RunOptions](
     options = with_cut(options, source, mesh)
     config = cut_model(options, source.config)
     check(options, source, config)
-    with removed_if_empty(options.output_dir):
-        prepare_folder(options.output_dir, options.model)
-        data, eval_data = load_data(options, open_tokenizer(options))
+    data, eval_data = load_data(options, open_tokenizer(options))
     model = load_model(options, config, mesh)
     needed = kernels(config, model.dtype, mesh)
     attention = checked_implementation(options.attention, needed, mesh.local_devices[0])

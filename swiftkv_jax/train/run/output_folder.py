@@ -9,6 +9,8 @@ from pathlib import Path
 from ...checkpoints.states import FOLDER
 from ...checkpoints.training_run import CALIBRATION, EXPORT, RECIPE
 from ...errors import UsageError
+from ...process.distributed import run_on_process_0
+from ...process.files import locked
 from ..report.report import REPORT
 from .checkpointing import DAMAGED, REPLACED
 from .metrics import METRICS
@@ -48,7 +50,22 @@ def prepare_folder(folder: Path, model: str) -> None:
 
 
 @contextlib.contextmanager
-def removed_if_empty(folder: Path) -> Iterator[None]:
+def held_folder(folder: Path, model: str) -> Iterator[None]:
+    """Make the output folder of a run on `model`, and keep other runs out of it during the block.
+    If that fails, what was made is removed as far as it is empty.
+
+    With several processes all of them enter, and process 0 holds the folder. Raises `UsageError` if
+    another run uses it, and as `prepare_folder`.
+    """
+    with _removed_if_empty(folder), contextlib.ExitStack() as held:
+        prepare_folder(folder, model)
+        if not run_on_process_0(lambda: held.enter_context(locked(folder / ".lock")), False):
+            raise UsageError(f"`output_dir`={folder}: another run is using this folder")
+        yield
+
+
+@contextlib.contextmanager
+def _removed_if_empty(folder: Path) -> Iterator[None]:
     """Remove `folder`, its folder of prepared data and its parents if the block fails, as far as it
     made them and they are empty."""
     new = [each for each in (folder / DATA, folder, *folder.parents) if not each.exists()]

@@ -28,7 +28,7 @@ from ...plan.hardware import GIB
 from ...process.files import write_json
 from ..data.loader import DatasetMixture
 from ..data.prepare import Preparation
-from ..data.sources import STDLIB, parse_source
+from ..data.sources import parse_source
 from ..recipe import STEERING, STEERING_LATER, Recipe
 from ..run_options import RunOptions
 
@@ -149,7 +149,7 @@ def _mixture(
             source,
             tokenizer,
             options.max_length,
-            held_out and source.path == STDLIB,
+            held_out,
             options.max_unreadable_share,
         ).prepare(options.output_dir / DATA)
         for source in sources

@@ -1,6 +1,7 @@
 """Preparing: built once, found again, and bad rows counted, reported and limited."""
 
 import copy
+import dataclasses
 import json
 import os
 import signal
@@ -15,6 +16,8 @@ from swiftkv_jax.train.data.dataset import UNREADABLE, is_packed_dataset
 from swiftkv_jax.train.data.prepare import Preparation, tokenizer_fingerprint
 from swiftkv_jax.train.data.sources import DataSource
 from swiftkv_jax.train.data.tokenize import VERSION
+from swiftkv_jax.train.recipe import DEMO
+from swiftkv_jax.train.run.setup import load_data
 from tests.free_port import free_port
 
 LENGTH = 16
@@ -183,6 +186,8 @@ from swiftkv_jax.checkpoints.auxiliary import load_tokenizer, read_auxiliary_fil
 from swiftkv_jax.train.data import prepare as module
 from swiftkv_jax.train.data.sources import DataSource
 from swiftkv_jax.train.data.tokenize import VERSION
+from swiftkv_jax.train.recipe import DEMO
+from swiftkv_jax.train.run.setup import load_data
 cli.configure_logging()
 logging.getLogger("swiftkv_jax").propagate = False  # as while a command runs
 tokenizer = load_tokenizer(demo.LLAMA, read_auxiliary_files(demo.LLAMA)[1])
@@ -243,3 +248,15 @@ def test_two_processes_share_one_build(tmp_path, source):
     assert "DataError" in first[2] and "1 of 1 rows cannot be read" in first[2]
     assert second[2] == "DataError process 0 has failed; its message says why"
     assert "prepared before" in outputs[0][1] and "prepared before" not in outputs[1][1]
+
+
+@pytest.mark.parametrize("splits", [{"train": 20, "validation": 5}, {"validation": 5}])
+def test_a_folder_is_measured_on_by_its_held_out_split(splits, tmp_path, source, tokenizer):
+    (folder := tmp_path / "folder").mkdir()
+    for split, rows in splits.items():
+        write_rows(folder / f"{split}.jsonl", rows)
+    recipe = dataclasses.replace(
+        DEMO, data=(source.path,), eval_data=str(folder), max_length=LENGTH, output_dir=tmp_path
+    )
+    _, held_out = load_data(recipe, tokenizer)
+    assert held_out is not None and held_out.datasets[0].manifest.documents == 5
