@@ -200,7 +200,6 @@ class CompletionBody(Sampling, kw_only=True):
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
-        prompt = [_integers(one) for one in prompt] if list in map(type, prompt) else prompt
         prompt = _integers(prompt)
         kinds = set(map(type, prompt))
         if kinds == {int}:
@@ -209,8 +208,10 @@ class CompletionBody(Sampling, kw_only=True):
             raise invalid("prompt", f"{len(prompt)} prompts are above the limit of {MAX_PROMPTS}")
         if kinds == {str}:
             return prompt
-        if kinds == {list} and all(set(map(type, ids)) == {int} for ids in prompt):
-            return prompt
+        if kinds == {list}:
+            prompt = [_integers(ids) for ids in prompt]
+            if all(set(map(type, ids)) == {int} for ids in prompt):
+                return prompt
         raise invalid(
             "prompt",
             "`prompt` must be a text, a list of texts, a list of token ids, or a list of such "

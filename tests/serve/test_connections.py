@@ -5,12 +5,15 @@ import contextlib
 import json
 import socket
 import time
+from unittest.mock import AsyncMock, Mock
 
 import pytest
+from uvicorn.protocols.http.flow_control import FlowControl
 
 from swiftkv_jax.serve.api.run import _SilenceTimer
 from swiftkv_jax.serve.http import connection as connection_module
 from swiftkv_jax.serve.http.connection import Transport
+from swiftkv_jax.serve.http.exchange import CONNECTION, ClientGone, HTTPExchange
 from tests.serve.conftest import read_all
 from tests.serve.test_ends import BODY, SLOW, left
 
@@ -194,6 +197,24 @@ def test_what_is_not_read_is_not_kept(start):
             running.until(lambda: running.app.service.metrics.num_connections() == 0)
     running.check_empty()
     running.until(lambda: running.metric("swiftkv:slow_clients_total") == 2)
+
+
+@pytest.mark.parametrize(("sizes", "is_slow"), [([9, 6, 5, 2], False), ([9, 6, 5, 5], True)])
+def test_who_reads_a_little_is_not_slow(sizes, is_slow):
+    """The write timeout is that of a step forward, not of a whole answer."""
+    flow = FlowControl(transport := Mock())
+    transport.get_write_buffer_size.side_effect = sizes
+
+    async def run() -> None:
+        flow.pause_writing()
+        if not is_slow:
+            asyncio.get_running_loop().call_later(0.07, flow.resume_writing)
+        scope = {"extensions": {CONNECTION: Mock(flow=flow, transport=transport)}, "headers": []}
+        await HTTPExchange(scope, AsyncMock(), AsyncMock(), write_timeout=0.02).flush()
+
+    with pytest.raises(ClientGone, match="slow") if is_slow else contextlib.nullcontext():
+        asyncio.run(run())
+    assert transport.abort.called == is_slow
 
 
 def test_a_client_may_set_a_deadline(start):

@@ -77,7 +77,7 @@ OF_BOTH = {
 OF_COMPLETIONS = {
     INVALID: {
         "prompt": ["", [], [""], [[]], ["a", 1], [1, True], [1, [2]], [97], [2**70], [-1]]
-        + [["a"] * 70, ["a"] * 129],
+        + [["a"] * 70, ["a"] * 129, [[1]] * 129],
         "max_tokens": [0],
         "logprobs": [21, -1],
     },
@@ -137,6 +137,7 @@ OF_FORMS = [
     ({"structured_outputs": {"regex": "a"}, "min_tokens": 2}, "min_tokens", ""),
     ({"structured_outputs": {"regex": "a"}, "response_format": JSON}, "structured_outputs", ""),
     ({"guided_regex": "a"}, "guided_regex", UNSUPPORTED),
+    ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", INVALID),
     ({"tools": []}, "tools", ""),
     ({"tools": TOOLS * 65}, "tools", ""),
     ({"tools": TOOLS + TOOLS}, "tools[2].function.name", ""),

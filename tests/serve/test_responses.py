@@ -41,6 +41,7 @@ def test_items_become_messages():
     items = [
         InputItem(role="user", content="weather?"),
         InputItem(type="function_call", name="forecast", arguments="{}", call_id="a"),
+        InputItem(type="reasoning"),
         InputItem(type="function_call", name="forecast", arguments="{}", call_id="b"),
         InputItem(type="function_call_output", call_id="a", output="sun"),
         InputItem(role="assistant", content="Sun."),
@@ -48,7 +49,7 @@ def test_items_become_messages():
     found, places = chat_body(ResponsesBody(input=items, instructions="short"))
     roles = "system user assistant tool assistant".split()
     assert [message.role for message in found.messages] == roles
-    assert places == ["instructions", "input[0]", "input[1]", "input[3]", "input[4]"]
+    assert places == ["instructions", "input[0]", "input[1]", "input[4]", "input[5]"]
     calls = found.messages[2].tool_calls
     assert calls is not None and [call.id for call in calls] == ["a", "b"]
     assert found.messages[3] == Message(role="tool", content="sun", tool_call_id="a")

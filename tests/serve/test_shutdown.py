@@ -13,7 +13,7 @@ from swiftkv_jax.serve.service.engine_thread import EngineThread
 from swiftkv_jax.serve.service.generation import Generation
 from tests.infer.engine.mock_requests import ask, prompt_of
 from tests.infer.mock_model_runner import mock_engine
-from tests.serve.conftest import later
+from tests.serve.conftest import later, read_all
 from tests.serve.test_ends import BODY, SLOW
 
 
@@ -160,20 +160,20 @@ def test_an_engine_that_fails_while_it_drains_is_no_success(start):
     connection.close()
 
 
-def test_an_answer_is_sent_whole_before_the_server_ends(start):
-    """The engine has finished, and the client reads slowly."""
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_is_sent_whole_before_the_server_ends(start, stream):
+    """The engine has finished, and the client reads late."""
     running = start(send_buffer=4096)
-    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 200, "stream": True}
-    body |= {"n": 4, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 200, "stream": stream}
+    body |= {"n": 8, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
     connection = running.connect(body, "/v1/chat/completions")
     engine = running.app.service.engine
-    running.until(lambda: engine.snapshot.stats.new_tokens == 800)
+    running.until(lambda: engine.snapshot.stats.new_tokens == 1600)
+    content = connection.recv(4096)
     running.stop()
-    content = b""
-    while more := connection.recv(4096):
-        content += more
-        time.sleep(0.001)
-    assert b"[DONE]" in content and len(content) > 300_000
+    time.sleep(1.2)  # uvicorn gives what it has a second
+    content += read_all(connection)
+    assert content.endswith(b"0\r\n\r\n" if stream else b"}") and len(content) > 600_000
     running.check_end()
     connection.close()
 

@@ -167,6 +167,8 @@ def _messages(items: list[InputItem]) -> tuple[list[Message], list[str]]:
             if (getattr(item, name) is None) == (name in fields):
                 needs = "needs" if name in fields else "has no"
                 raise invalid(f"{at}.{name}", f"an item of type {item.type!r} {needs} `{name}`")
+        if item.type == "reasoning" and not _reasoning_text(item):
+            continue  # the calls around it are those of one answer
         reasoned = reasons
         reasons = False
         if item.type == "function_call":
@@ -186,9 +188,7 @@ def _messages(items: list[InputItem]) -> tuple[list[Message], list[str]]:
             message = Message(role="tool", content=item.output, tool_call_id=item.call_id)
         elif item.type == "reasoning":
             calls = None
-            if not (text := _reasoning_text(item)):
-                continue
-            message = Message(role="assistant", reasoning=text)
+            message = Message(role="assistant", reasoning=_reasoning_text(item))
             reasons = True
         elif reasoned and item.role == "assistant":
             messages[-1].content, places[-1] = item.content, at

@@ -231,8 +231,8 @@ class _SilenceTimer:
 async def _answer(
     app: App, exchange: HTTPExchange, generation: Generation, writer: Writer, streams: bool
 ) -> None:
-    """Send an answer, whole or as a stream, with its times so far in a header. Raises `APIError`
-    and `ClientGone`."""
+    """Send an answer, whole or as a stream, with its times so far in a header, and return when
+    the system has it. Raises `APIError` and `ClientGone`."""
     exchange.error_events = writer.fail
     silence = app.options.sse_keep_alive if streams else None
     timing = generation.times.server_timing
@@ -241,13 +241,13 @@ async def _answer(
             if not exchange.status:
                 exchange.extra["server-timing"] = timing(whole=False)
             await exchange.send_events(events, more=not generation.is_done)
-    if streams:
-        return
-    work = functools.partial(writer.whole, generation)
-    length = generation.num_prompt_tokens + generation.num_tokens
-    whole = await app.encoder.in_thread(work, length) if writer.takes_long else work()
-    exchange.extra["server-timing"] = timing(whole=True)
-    await exchange.send_json(200, whole)
+    if not streams:
+        work = functools.partial(writer.whole, generation)
+        length = generation.num_prompt_tokens + generation.num_tokens
+        whole = await app.encoder.in_thread(work, length) if writer.takes_long else work()
+        exchange.extra["server-timing"] = timing(whole=True)
+        await exchange.send_json(200, whole)
+    await exchange.flush()
 
 
 def _beginning(generation: Generation, limit: int) -> str:

@@ -120,7 +120,8 @@ def sampling_params(
         if tokens is None:
             tokens = min(room, options.default_max_tokens or room, limit or room)
             if (logprobs := _logprobs(body)) is not None:
-                tokens = min(tokens, MAX_LOGPROB_ENTRIES // ((body.n or 1) * (logprobs + 1)))
+                entries = (body.n or 1) * max(logprobs + 1, 1)
+                tokens = min(tokens, MAX_LOGPROB_ENTRIES // entries)
             tokens = max(tokens, 1)
         too_long = "messages"
         if body.max_completion_tokens is not None:

@@ -4,6 +4,8 @@ limit, JSON or a stream of events out, and whether the client is still there."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import re
 import time
 import uuid
@@ -172,8 +174,19 @@ class HTTPExchange:
             await self._write(content, more=False)
 
     async def flush(self) -> None:
-        """Wait until the system has all that was sent. Raises `ClientGone`."""
-        await self._in_time(self._connection.flow.drain())
+        """Wait until the system has all that was sent. Raises `ClientGone`; a connection on which
+        nothing moves for the write timeout is closed, and what is unsent dropped."""
+        flow, transport = self._connection.flow, self._connection.transport
+        unsent = math.inf
+        while flow.write_paused:
+            if (left := transport.get_write_buffer_size()) >= unsent:
+                transport.abort()
+                await asyncio.sleep(0.01)  # uvicorn notices
+                raise ClientGone("slow")
+            unsent = left
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._write_timeout):
+                    await flow.drain()
 
     async def send_error(self, error: APIError) -> None:
         """An answer, or, where a stream has begun, its last events. Raises `ClientGone`."""
@@ -204,30 +217,19 @@ class HTTPExchange:
             **self.extra,
         }
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in every.items()]
-        await self._in_time(
-            self._send({"type": "http.response.start", "status": status, "headers": raw})
-        )
+        await self._send_next({"type": "http.response.start", "status": status, "headers": raw})
         self.status = status
 
     async def _write(self, content: bytes, *, more: bool) -> None:
         if self.is_gone:
             raise ClientGone
         self.num_bytes_out += len(content)
-        await self._in_time(
-            self._send({"type": "http.response.body", "body": content, "more_body": more})
-        )
+        await self._send_next({"type": "http.response.body", "body": content, "more_body": more})
 
-    async def _in_time(self, sending: Awaitable[None]) -> None:
-        """Close the connection, dropping unsent data, if the client stops reading."""
+    async def _send_next(self, message: MutableMapping[str, Any]) -> None:
+        """Send a part once the system has those before. Raises `ClientGone`."""
         try:
-            if not self._connection.flow.write_paused:  # then nothing is waited for
-                await sending
-                return
-            async with asyncio.timeout(self._write_timeout):
-                await sending
-        except TimeoutError:
-            self._connection.transport.abort()
-            await asyncio.sleep(0.01)  # uvicorn notices
-            raise ClientGone("slow") from None
+            await self.flush()
+            await self._send(message)
         except OSError:
             raise ClientGone from None
