@@ -246,7 +246,7 @@ class TextStream:
         prompt: Sequence[int] = (),
         min_tokens: int = 0,
     ):
-        """The text follows that of `prompt`. A stop string counts only in the text after the first
+        """The text follows that of `prompt`. A stop string counts only if it ends after the first
         `min_tokens` tokens, as in vLLM."""
         self._detokenizer: Detokenizer | NoText = NoText()
         if tokenizer is not None:
@@ -295,6 +295,4 @@ class TextStream:
 
     def _before_stop(self, text: str) -> str:
         """The part of new text that certainly lies before a stop string."""
-        if len(self.token_ids) <= self._min_tokens:
-            return text
-        return self._stops.push(text)
+        return self._stops.push(text, counts=len(self.token_ids) > self._min_tokens)

@@ -178,7 +178,7 @@ async def serve(
             await asyncio.sleep(0.2)  # errors are sent
         server.should_exit = True
         await web
-        return await _stop_engine(app, followers, stopping.deadline)
+        return await _stop_engine(app, followers, stopping)
     finally:
         server.should_exit = True
         if app.service.kv_events is not None:
@@ -204,9 +204,10 @@ def _load_all(app: App, load: Callable[[Report], Loaded]) -> Loaded:
     return found
 
 
-async def _stop_engine(app: App, followers: Followers | None, deadline: float) -> int:
+async def _stop_engine(app: App, followers: Followers | None, stopping: _Stopping) -> int:
     """End the engine's thread and the pools; returns the exit code. If something does not end in
-    time, the process does, here. The prefix cache is written to disk until `deadline`."""
+    time, the process does, here. The prefix cache is written to disk until the time for a shutdown
+    is over, or a second signal comes."""
     failure = app.service.failure
     code = OK
     if failure is not None:
@@ -216,9 +217,14 @@ async def _stop_engine(app: App, followers: Followers | None, deadline: float) -
         if not isinstance(failure, ConnectionError):
             faulthandler.dump_traceback(all_threads=True)
         end(code or ERROR, followers)  # the step that hangs will not end
-    if failure is None:
-        persist = functools.partial(app.service.engine.persist, deadline - time.monotonic())
-        await asyncio.get_running_loop().run_in_executor(None, persist)
+    seconds = stopping.deadline - time.monotonic()
+    if failure is None and seconds > 0:
+        persist = functools.partial(app.service.engine.persist, seconds)
+        writing = asyncio.get_running_loop().run_in_executor(None, persist)
+        await _first(seconds + STOP_SECONDS, asyncio.wait([writing]), stopping.second.wait())
+        if not writing.done():
+            end(code, followers)
+        await writing
     if not app.close() or (followers is not None and code):
         end(code, followers)  # else threads, or processes that have ended, were waited for
     return code
@@ -230,7 +236,7 @@ class _Stopping:
     def __init__(self, app: App):
         self._app = app
         self._signals = 0
-        self._first, self._second = asyncio.Event(), asyncio.Event()
+        self._first, self.second = asyncio.Event(), asyncio.Event()
         self.deadline = 0.0
         """`time.monotonic()` at which the time for a shutdown is over."""
 
@@ -238,7 +244,8 @@ class _Stopping:
         self._signals += 1
         self._first.set()
         if self._signals == 2:
-            self._second.set()
+            self.deadline = time.monotonic()
+            self.second.set()
         elif self._signals > 2:
             os._exit(INTERRUPTED)
 
@@ -251,15 +258,16 @@ class _Stopping:
             service.state = "draining"
             return
         service.is_shutting_down = True
-        await _first(options.shutdown_delay, self._second.wait())
+        await _first(options.shutdown_delay, self.second.wait())
         logger.info("shutting down: %d requests are unfinished", service.num_admitted)
         service.state = "draining"
         service.stop_reading()
-        self.deadline = time.monotonic() + options.shutdown_timeout
-        await _first(options.shutdown_timeout, self._second.wait(), service.idle.wait())
+        if not self.second.is_set():
+            self.deadline = time.monotonic() + options.shutdown_timeout
+        await _first(options.shutdown_timeout, self.second.wait(), service.idle.wait())
         if not service.idle.is_set():
             service.abort_all()
-            await _first(5.0, self._second.wait(), service.idle.wait())
+            await _first(5.0, self.second.wait(), service.idle.wait())
 
 
 async def _first(seconds: float, *events: Coroutine[Any, Any, Any]) -> None:

@@ -26,8 +26,10 @@ class StopStrings:
         """There are no strings to look for."""
         return len(self._automaton.children) == 1
 
-    def push(self, text: str) -> str:
-        """The text that cannot be part of a stop string any more. After a hit, nothing."""
+    def push(self, text: str, *, counts: bool = True) -> str:
+        """The text that cannot be part of a stop string any more. After a hit, nothing. With
+        `counts` False a string that is complete within `text` is none, one that begins there may
+        be."""
         if self.hit:
             return ""
         children, suffixes, depths, complete = self._automaton
@@ -40,7 +42,7 @@ class StopStrings:
             while state and character not in children[state]:
                 state = suffixes[state]
             state = children[state].get(character, 0)
-            if stop := complete[state]:
+            if counts and (stop := complete[state]):
                 self.hit = stop
                 self._held = ""
                 return whole[: before + at - len(stop)]

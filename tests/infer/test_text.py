@@ -138,9 +138,14 @@ def test_a_continuation_of_half_a_character(sentencepiece, tokenizer):
 
 
 def test_stop_strings_count_after_the_first_tokens(sentencepiece):
-    for min_tokens, text in ((0, " "), (1, " cats "), (2, " cats "), (3, " cats sat")):
-        stream = TextStream(sentencepiece, ["cat", "sat"], prompt=[1, 2], min_tokens=min_tokens)
-        assert stream.push([3, 4, 5]) + stream.finish() == text
+    """A string may begin in them."""
+    for stops, texts in (
+        (["cat", "sat"], [" ", " cats ", " cats ", " cats sat"]),
+        (["ats ", "at"], [" c", " c", " c", " cats sat"]),
+    ):
+        for min_tokens, text in enumerate(texts):
+            stream = TextStream(sentencepiece, stops, prompt=[1, 2], min_tokens=min_tokens)
+            assert stream.push([3, 4, 5]) + stream.finish() == text
 
 
 def test_bytes_that_become_no_character_are_not_held_for_ever(tokenizer, sentencepiece):

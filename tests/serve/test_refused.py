@@ -56,7 +56,7 @@ OF_BOTH = {
         "truncate_prompt_tokens": [0, -2, 257],
         "truncation_side": ["left", "middle"],
         "skip_special_tokens": ["no"],
-        "allowed_token_ids": [[97], [-1], [1] * 1025],
+        "allowed_token_ids": [[], [97], [-1], [1] * 1025],
         "prompt_logprobs": [21, -1],
         "bad_words": [[" "], ["a"] * 129, ["a" * 5000]],
     },

@@ -108,14 +108,28 @@ def test_the_time_for_a_shutdown_is_limited(start):
     assert done == "[DONE]" and event["error"]["code"] == "draining"
 
 
-def test_a_second_signal_ends_at_once(start):
-    running = start(shutdown_timeout=60, step_seconds=0.1)
+@pytest.mark.parametrize("delay", [0.0, 60.0])
+def test_a_second_signal_ends_at_once(start, delay):
+    """It writes nothing to disk then."""
+    running = start(shutdown_timeout=60, shutdown_delay=delay, step_seconds=0.1)
+    written = []
+    running.app.service.engine.persist = written.append
     connection = running.busy(BODY)
     running.stop()
     running.stop()
     running.check_end()
-    assert b"503" in connection.recv(4096)
+    assert b"503" in connection.recv(4096) and not written
     connection.close()
+
+
+def test_a_second_signal_ends_what_is_written(start, monkeypatch):
+    codes, ended = [], threading.Event()
+    monkeypatch.setattr(server, "end", lambda code, followers: codes.append(code) or ended.set())
+    running = start(shutdown_timeout=60)
+    running.app.service.engine.persist = lambda seconds: running.stop() or ended.wait(20)
+    running.stop()
+    running.check_end()
+    assert codes == [0]
 
 
 def test_an_engine_that_fails_ends_the_server(start):

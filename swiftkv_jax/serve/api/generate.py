@@ -121,7 +121,7 @@ class _Asked[B: ChatBody | CompletionBody]:
                 tokenizer = app.reasoning.tokenizer
         if body.skip_special_tokens is False:
             tokenizer = WithSpecialTokens(app.tokenizer)
-        if body.bad_words or body.allowed_token_ids:
+        if body.bad_words or body.allowed_token_ids is not None:
             possible = app.grammars is not None
             vocab_size = app.encoder.vocab_size
             restrict = functools.partial(

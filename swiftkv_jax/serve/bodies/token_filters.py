@@ -25,13 +25,14 @@ def filtered(
     allowed = body.allowed_token_ids
     words = body.bad_words or []
     if not possible:
-        name = "allowed_token_ids" if allowed else "bad_words"
+        name = "bad_words" if allowed is None else "allowed_token_ids"
         raise unsupported(name, f"`{name}`: this server filters no tokens")
-    known = not allowed or 0 <= min(allowed) <= max(allowed) < vocab_size
-    if not known or len(allowed or ()) > MAX_ALLOWED:
+    if allowed is not None and not (
+        1 <= len(allowed) <= MAX_ALLOWED and 0 <= min(allowed) <= max(allowed) < vocab_size
+    ):
         raise invalid(
             "allowed_token_ids",
-            f"`allowed_token_ids` must be at most {MAX_ALLOWED} ids from 0 to {vocab_size - 1}",
+            f"`allowed_token_ids` must be 1 to {MAX_ALLOWED} ids from 0 to {vocab_size - 1}",
         )
     if len(words) > MAX_BAD_WORDS or sum(map(len, words)) > MAX_BAD_WORD_CHARACTERS:
         raise invalid(
@@ -44,9 +45,7 @@ def filtered(
     spelled = [ids for word in words for ids in _spellings(word, tokenizer)]
     if any(max(ids) >= vocab_size for ids in spelled):
         raise invalid("bad_words", "`bad_words` has a token that the model does not have")
-    return TokenFilter(
-        vocab_size, allowed_token_ids=allowed or None, bad_words=spelled, grammar=grammar
-    )
+    return TokenFilter(vocab_size, allowed_token_ids=allowed, bad_words=spelled, grammar=grammar)
 
 
 def _spellings(word: str, tokenizer: Any) -> list[list[int]]:
