@@ -289,11 +289,11 @@ def training_data(args: argparse.Namespace, plan: Plan, teacher: Model) -> tuple
         corpus.write_held_out(held_out_file(args), settings_of(args).seed)
     text = list(map(parse_source, args.data or ())) or text_sources(args, plan, teacher)
     share = args.restated_share
-    if share:  # weights that are all 1 would mean the numbers of rows
-        total = sum(source.weight for source in text) / (1 - share)
-        text = [DataSource(source.path, source.weight / total) for source in text]
+    if share:
+        total = sum(source.weight or 1 for source in text) / (1 - share)
+        text = [DataSource(source.path, (source.weight or 1) / total) for source in text]
         text.append(DataSource(args.restated or restated_source(args, plan), share))
-    return tuple(f"{source.path}:{source.weight}" for source in text)
+    return tuple(map(str, text))
 
 
 def text_sources(args: argparse.Namespace, plan: Plan, teacher: Model) -> list[DataSource]:

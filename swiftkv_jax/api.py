@@ -349,7 +349,13 @@ def calibrate(
         where = batch_sharding(attention.mesh)
         batches = (jax.device_put(batch, where) for batch in batches)
     fit = calibration.calibrate(config, llama, batches, attention=attention)
-    fitted = dataclasses.replace(model, config=fit.config, llama=llama, swiftkv=fit.delta)
+    fitted = dataclasses.replace(
+        model,
+        config=fit.config,
+        llama=llama,
+        swiftkv=fit.delta,
+        auxiliary_files=model.auxiliary_files.of_new_student(),
+    )
     return Calibrated(fitted, fit.layers)
 
 

@@ -15,6 +15,7 @@ from swiftkv_jax.model import boundary, decoder_layers, transformer
 from swiftkv_jax.model.attention import DEFAULT
 from swiftkv_jax.model.batch import Batch, unpacked_batch
 from swiftkv_jax.model.layers import embed, unembed
+from swiftkv_jax.model.model import AuxiliaryFiles
 from swiftkv_jax.model.packed_attention import packed_attention
 from swiftkv_jax.model.rope import rope_tables
 from swiftkv_jax.model.stacks import split_layers, unstack
@@ -222,7 +223,10 @@ def test_add_swiftkv(kv_layers, group, bias):
     tensors = tiny.tensors_for(hf, seed=2)
     before = tiny.model_of(hf, tensors)
     leaves = jax.tree.leaves(before)
+    files = AuxiliaryFiles(hf_config={"swiftkv_far_loss": {}, "other": 1})
+    before = dataclasses.replace(before, auxiliary_files=files)
     student = skv.add_swiftkv(before, kv_layers, group)
+    assert student.auxiliary_files.hf_config == {"other": 1}, "what another student lost"
 
     new_hf = hf | {"num_key_value_layers": kv_layers, "key_value_group_size": group}
     expected = tiny.model_of(new_hf, tensors | oracle.initial_delta(new_hf, tensors))

@@ -15,10 +15,9 @@ from typing import Any
 from ..errors import CheckpointError, ConfigError
 from ..model.config import Config
 from ..model.cut import CUT_FIELDS
-from ..model.model import AuxiliaryFiles
+from ..model.model import LOSS_FIELDS, AuxiliaryFiles
 from ..model.quantization import Format
 from ..process.files import write_json
-from . import loss_notes
 from .foreign import check_no_pointer
 from .hf_config import config_from_hf, config_to_hf, is_wrapped, text_fields
 from .quantized.compressed_tensors import quantization_config
@@ -120,7 +119,7 @@ def to_hf_config(
         "num_local_experts",
     )
     if config.num_upper_layers == 0:
-        stale = (*stale, *loss_notes.FIELDS)
+        stale = (*stale, *LOSS_FIELDS)
     kept = {name: value for name, value in original.items() if name not in stale}
     if quantization == "fp8":
         fields = original.get("quantization_config") or {}

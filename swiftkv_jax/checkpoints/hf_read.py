@@ -22,7 +22,7 @@ import numpy as np
 from ..errors import CheckpointError
 from ..model.config import Config
 from ..model.cut import has_same_delta
-from ..model.model import AuxiliaryFiles, Model
+from ..model.model import LOSS_FIELDS, AuxiliaryFiles, Model
 from ..model.quantization import SCALE, VALUES, Format, Scheme, refuse_quantized
 from ..model.stacks import split_layers
 from . import foreign, loss_notes, source
@@ -107,7 +107,7 @@ def open_delta(path: Path, base: Source) -> Source:
     dtypes = {leaf.name: _stored_dtype(leaf, tensors, None) for leaf in table}
     student = source.with_delta(base, path, dtypes, TensorReader(tensors))
     stored_config = read_json(path / "config.json")
-    notes = {field: stored_config.get(field) for field in loss_notes.FIELDS}
+    notes = {field: stored_config.get(field) for field in LOSS_FIELDS}
     files = loss_notes.with_notes(student.auxiliary_files, notes)
     return dataclasses.replace(student, auxiliary_files=files)
 

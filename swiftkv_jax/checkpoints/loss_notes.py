@@ -8,20 +8,18 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from ..model.model import AuxiliaryFiles
+from ..model.model import LOSS_FIELDS, AuxiliaryFiles
 
-PERPLEXITY = "swiftkv_perplexity_loss"
-"""An object: the `share` of the teacher's perplexity on held-out text that was lost, its standard
-`error` or null, the `limit`, and the `step` that made the student, calibration or training."""
-FAR = "swiftkv_far_loss"
-"""An object: `nats` lost on average on so many far `tokens`, the `limit` and the `step`."""
+PERPLEXITY, FAR = LOSS_FIELDS
+"""Objects: the `share` of the teacher's perplexity on held-out text that was lost, and its standard
+`error` or null; and `nats` lost on average on so many far `tokens`. Both have the `limit` and the
+`step` that made the student, calibration or training."""
 Step = Literal["calibration", "training"]
 
 _TEXTS = {
     PERPLEXITY: "{share:.1%} of perplexity on held-out text (limit {limit:.0%}) after {step}",
     FAR: "{nats:.3f} nats on {tokens:,} far tokens (limit {limit:g}) after {step}",
 }
-FIELDS = tuple(_TEXTS)
 
 
 def with_notes(files: AuxiliaryFiles, notes: Mapping[str, Any]) -> AuxiliaryFiles:

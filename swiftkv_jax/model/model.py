@@ -16,6 +16,9 @@ from .params import Llama, SwiftKV
 from .quantization import Scheme, is_quantized, refuse_quantized, scheme_of, values_of
 from .stacks import split_layers
 
+LOSS_FIELDS = ("swiftkv_perplexity_loss", "swiftkv_far_loss")
+"""Fields of `config.json` on what a student lost when it was made: see `checkpoints.loss_notes`."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AuxiliaryFiles:
@@ -30,6 +33,11 @@ class AuxiliaryFiles:
     hf_config: dict[str, Any] = dataclasses.field(default_factory=dict)
     """The `config.json` as it was read; export keeps its fields and overwrites those a `Config`
     determines."""
+
+    def of_new_student(self) -> AuxiliaryFiles:
+        """The files without the `LOSS_FIELDS`, which are of the student that they came with."""
+        kept = {name: value for name, value in self.hf_config.items() if name not in LOSS_FIELDS}
+        return dataclasses.replace(self, hf_config=kept)
 
 
 @struct.dataclass
@@ -175,4 +183,7 @@ def add_swiftkv(
     refuse_quantized(model.llama, "add_swiftkv")
     llama = split_layers(config, model.llama)
     delta = init_swiftkv(config, llama) if config.num_upper_layers else None
-    return dataclasses.replace(model, config=config, llama=llama, swiftkv=delta)
+    files = model.auxiliary_files.of_new_student()
+    return dataclasses.replace(
+        model, config=config, llama=llama, swiftkv=delta, auxiliary_files=files
+    )

@@ -242,7 +242,9 @@ def table(results: dict[str, dict[str, Any]], config: Config, text: str = HELD_O
     title."""
     *_, last = results.values()
     teacher = last["teacher_perplexity"]
-    which = ", those after a random point of each text" * (config.generated_kv == "own")
+    which = ""
+    if config.generated_kv == "own":
+        which = ", those in answers, or after a random point of plain text"
     lines = [
         f"{last['tokens']:,} tokens of {text}{which}; teacher's perplexity {teacher:,.3f}",
         "projections  perplexity  above the teacher      KL  agreement  far tokens, nats lost",

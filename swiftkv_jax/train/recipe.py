@@ -37,7 +37,7 @@ def parse_resume(text: str) -> str | int:
     """Argument type of `resume`."""
     if text in ("auto", "must", "never"):
         return text
-    if text.isdecimal() and int(text) > 0:
+    if text.isdecimal():
         return int(text)
     raise UsageError(f"{text!r}: choose auto, must, never, or a step")
 

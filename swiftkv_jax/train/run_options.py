@@ -219,13 +219,27 @@ class PlanOptions:
             raise UsageError("`topology` goes with `dry_run`: a run uses the devices that are here")
 
 
+_NEEDS = {
+    "speculator_steps": "speculator",
+    "speculator_learning_rate": "speculator",
+    "eval_batches": "eval_data",
+}
+"""Options that do nothing without another."""
 _NEEDED = {"data": "`data` (a path, or stdlib)", "output_dir": "`output_dir`"}
 """Options that a model needs unless it is the demo's."""
 
 
 def make_options[T: RunOptions](given: dict[str, Any], *, demo: T, dry_run: bool) -> T:
     """The `given` fields over those of `demo` where no model is named, else over the defaults of
-    its class. Raises `UsageError` for what is missing."""
+    its class. Raises `UsageError` for what is missing, and for what does nothing."""
+    options = _make_options(given, demo=demo, dry_run=dry_run)
+    for name, other in _NEEDS.items():
+        if name in given and getattr(options, other) is None:
+            raise UsageError(f"`{name}`={given[name]} needs `{other}`", option=name)
+    return options
+
+
+def _make_options[T: RunOptions](given: dict[str, Any], *, demo: T, dry_run: bool) -> T:
     if "analysis" in given:
         demo = dataclasses.replace(demo, num_key_value_layers=None)
     if "max_steps" in given and "num_train_epochs" in given:

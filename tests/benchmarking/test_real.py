@@ -274,10 +274,10 @@ def test_the_time_may_end_outside_training():
         (["text"], 0.5, ("text:0.5", "examples:0.5")),
         (["a:1", "b:9"], 0.5, ("a:0.05", "b:0.45", "examples:0.5")),
         (["a:3", "b:1"], 0.0, ("a:3.0", "b:1.0")),
+        (["a", "b"], 0.0, ("a", "b")),
     ],
 )
 def test_shares_of_training_text(data, share, expected, tmp_path):
-    """Weights that are all 1 would mean the numbers of rows."""
     (tmp_path / "held-out.jsonl").touch()
     args = argparse.Namespace(folder=tmp_path, data=data, restated="examples", restated_share=share)
     unused: Any = None

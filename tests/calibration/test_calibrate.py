@@ -16,7 +16,7 @@ from swiftkv_jax.errors import DivergenceError
 from swiftkv_jax.model.attention import Attention
 from swiftkv_jax.model.batch import unpacked_batch
 from swiftkv_jax.model.initialization import init_swiftkv
-from swiftkv_jax.model.model import Model
+from swiftkv_jax.model.model import AuxiliaryFiles, Model
 from swiftkv_jax.model.rope import paired_dims
 from swiftkv_jax.model.stacks import split_layers
 from tests import tiny
@@ -85,7 +85,10 @@ TOKENS = RNG.integers(0, HF["vocab_size"], (12, 40))
 )
 def test_a_model_with_linear_upper_layers_is_fitted_exactly(group, bias, rotated):
     teacher = linear_teacher(group, rotated=rotated, attention_bias=bias)
+    files = AuxiliaryFiles(hf_config={"swiftkv_far_loss": {}})  # of the student before
+    teacher = dataclasses.replace(teacher, auxiliary_files=files)
     student, layers = skv.calibrate(teacher, TOKENS, 2, group)
+    assert student.auxiliary_files.hf_config == {}
     assert [fit.layer for fit in layers] == [2, 3, 4, 5]
     shares = [(fit.r2_k, fit.r2_v, fit.kept_k, fit.kept_v) for fit in layers]
     np.testing.assert_allclose(shares, 1, atol=1e-4)

@@ -75,6 +75,15 @@ BAD_INPUT = {
     ),
     "output is a file": ("--output-dir {tmp}/empty.txt", "empty.txt: File exists"),
     "steps": ("--max-steps 0", "--max-steps 0: must be at least 1"),
+    "steps of no speculator": (
+        "--speculator-steps 9",
+        "--speculator-steps 9 needs --speculator",
+    ),
+    "rows of no held-out text": ("--eval-batches 9", "--eval-batches 9 needs --eval-data"),
+    "weight of held-out text": (
+        "--eval-data {tmp}/base:2",
+        "--eval-data {tmp}/base:2: only sources to train on have a weight",
+    ),
     "nothing to resume": ("--resume must", "--resume must: no checkpoint in"),
     "seed": ("--seed -1", "--seed -1: must be from 0"),
     "no lower layers": ("--num-key-value-layers 0", "--num-key-value-layers 0: must be at least 1"),

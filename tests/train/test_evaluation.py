@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swiftkv_jax.checkpoints.loss_notes import FAR, FIELDS, PERPLEXITY, loss_warning
-from swiftkv_jax.model.model import AuxiliaryFiles
+from swiftkv_jax.checkpoints.loss_notes import FAR, PERPLEXITY, loss_warning
+from swiftkv_jax.model.model import LOSS_FIELDS, AuxiliaryFiles
 from swiftkv_jax.train.__main__ import main
 from swiftkv_jax.train.loss.quality import FarLoss, PerplexityLoss, StudentLoss, perplexity_loss
 from swiftkv_jax.train.report.report import loss_sentence
@@ -131,7 +131,8 @@ def test_the_export_of_a_student_that_loses_too_much_says_so(loss, noted):
     old: dict[str, Any] = {FAR: {"nats": 9.0}, PERPLEXITY: {"share": 9.0}}
     given = AuxiliaryFiles(hf_config={"model_type": "llama"} | old)
     found = evaluation.noted(given, "calibration", loss).hf_config
-    assert found["model_type"] == "llama" and [name for name in FIELDS if name in found] == noted
+    assert found["model_type"] == "llama"
+    assert [name for name in LOSS_FIELDS if name in found] == noted
     trained = evaluation.noted(given, "training", loss).hf_config
     for name, each in ((PERPLEXITY, loss.perplexity), (FAR, loss.far)):
         if each.is_known:

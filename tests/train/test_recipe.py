@@ -1,6 +1,7 @@
 """Recipes: the authors' settings, and the fields that a run must keep to be continued."""
 
 import dataclasses
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,15 @@ from swiftkv_jax.train.recipe import (
     STEERING,
     STEERING_LATER,
     Recipe,
+    parse_resume,
 )
-from swiftkv_jax.train.run.setup import check_loss, cut_model, fingerprint
+from swiftkv_jax.train.run.setup import (
+    check_loss,
+    check_recorded,
+    cut_model,
+    fingerprint,
+    write_settings,
+)
 from tests import tiny
 
 RECIPE = Recipe(model="m", data=("d",), output_dir=Path("o"), max_length=64)
@@ -131,3 +139,29 @@ def test_a_run_is_not_continued_with_another(name):
     if value is None:
         value = getattr(Recipe, name) * 2 or 1
     assert found(**STEERING_LATER, **{name: value}) == RECORDED | {name: value}
+
+
+def test_losses_on_other_text_of_the_same_path_are_not_compared(tmp_path, log):
+    recipe = dataclasses.replace(RECIPE, eval_data="e", eval_steps=1, output_dir=tmp_path)
+    best = dataclasses.replace(recipe, load_best_model_at_end=True)
+    config = config_of()
+    text: Any = SimpleNamespace(fingerprint="old")
+    other: Any = SimpleNamespace(fingerprint="new")
+    write_settings(recipe, config, text, 7, "a CPU")
+    check_recorded(best, config, text)
+    with pytest.raises(UsageError, match="`eval_data`=e: the run was measured with other text"):
+        check_recorded(best, config, other)
+    assert not log.messages
+    check_recorded(recipe, config, other)
+    assert log.messages[0].startswith("`eval_data` has changed")
+    # Earlier runs did not record it.
+    record = json.loads((tmp_path / "recipe.json").read_text())
+    del record["eval_fingerprint"]
+    (tmp_path / "recipe.json").write_text(json.dumps(record))
+    check_recorded(best, config, other)
+
+
+def test_a_run_may_continue_from_its_start():
+    assert parse_resume("0") == 0
+    with pytest.raises(UsageError):
+        parse_resume("-1")

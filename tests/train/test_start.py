@@ -1,14 +1,18 @@
 """A run that starts from the closed form: the record of its start, and a run that continues."""
 
+import dataclasses
 import json
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
 
 import swiftkv_jax as skv
+from swiftkv_jax.model.model import AuxiliaryFiles
 from swiftkv_jax.train.__main__ import main
 from swiftkv_jax.train.run import loop, start
 
@@ -95,6 +99,19 @@ def test_what_becomes_of_a_delta_is_said(folder, capsys, no_steps):
     made_for_own = ["--model", str(folder / "for own"), "--max-steps", "1"]
     assert train(folder, "for boundary", *made_for_own, "--generated-kv", "boundary") == 0
     assert "--generated-kv boundary: the model was made for own" in capsys.readouterr().err
+
+
+def test_a_new_delta_has_no_notes_on_what_the_one_before_lost(folder, tmp_path):
+    record = {"init": "closed-form", "shared_kv_heads": None, "digest": "5eed"}
+    (tmp_path / start.START).write_text(json.dumps(record))
+    recipe: Any = SimpleNamespace(output_dir=tmp_path, init="closed-form")
+    unused: Any = None
+    student = skv.load(folder / "run" / "model")
+    files = AuxiliaryFiles(hf_config={"swiftkv_far_loss": {}})
+    for delta, kept in (student.swiftkv, files.hf_config), (None, {}):
+        model = dataclasses.replace(student, swiftkv=delta, auxiliary_files=files)
+        found, _ = start.start_of_run(recipe, unused, model, unused, unused, continues=True)
+        assert found.auxiliary_files.hf_config == kept
 
 
 def test_a_run_that_continues_does_not_calibrate_again(folder, monkeypatch):

@@ -29,6 +29,7 @@ from ...process.provenance import provenance
 from ..analyze_options import AnalyzeOptions
 from ..data.batches import batches_of
 from ..data.excerpts import read_excerpts
+from ..data.sources import unweighted
 from ..recipe import DEMO, Recipe
 from ..report.plots import draw_analysis
 from .analysis_table import table
@@ -90,6 +91,8 @@ def main(args: argparse.Namespace) -> int:
 def analyze(options: AnalyzeOptions) -> int:
     """Print the table and write the files. Returns the exit code. Raises `UsageError` for options
     that do not fit the model, `DataError` for text that does not suffice."""
+    for text in options.data:
+        unweighted("data", text)
     join_and_emulate(options.mesh)
     mesh = make_mesh(options.mesh)
     settings = settle(options)

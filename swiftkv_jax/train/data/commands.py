@@ -4,6 +4,7 @@ make examples of them, and print what is trained on."""
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import os
 import sys
@@ -25,7 +26,7 @@ from .dataset import PackedDataset, is_packed_dataset
 from .options import PrepareOptions, RestateOptions, ShowOptions
 from .packing import PackedRow
 from .prepare import Preparation, check_dataset, describe_dataset, tokenizer_fingerprint
-from .sources import DataSource, parse_source
+from .sources import parse_source
 
 _GREEN = "\x1b[32m"
 _PLAIN = "\x1b[0m"
@@ -53,7 +54,8 @@ def prepare(args: argparse.Namespace) -> int:
         made.build(path)
     print(
         " ".join(
-            f"--data {_argument(path, source)}" for source, path in zip(sources, paths, strict=True)
+            f"--data {dataclasses.replace(source, path=str(path))}"
+            for source, path in zip(sources, paths, strict=True)
         )
     )
     return cli.OK
@@ -106,10 +108,6 @@ def _tokenizer(options: PrepareOptions | RestateOptions | ShowOptions) -> Any:
     if tokenizer is None:
         raise UsageError(f"`model`={options.model}: it has no tokenizer")
     return tokenizer
-
-
-def _argument(path: Path, source: DataSource) -> str:
-    return str(path) if source.weight == 1 else f"{path}:{source.weight}"
 
 
 def _marked_documents(row: PackedRow, tokenizer: Any, marks: tuple[str, str]) -> Iterator[str]:

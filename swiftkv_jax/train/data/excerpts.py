@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ...errors import DataError, UsageError
+from .dataset import PackedDataset, is_packed_dataset
+from .documents import Unreadable
 from .packing import PackedRow, pack
+from .prepare import check_dataset, tokenizer_fingerprint
 from .sources import STDLIB, find_files, parse_source, read_file
 from .tokenize import Example, tokenize
 
@@ -32,13 +39,14 @@ def read_excerpts(
     """
     if tokenizer is None:
         raise UsageError("`model`: it has no tokenizer, so text cannot be read")
-    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*map(_documents, texts)))
+    sources = [_examples(text, tokenizer) for text in texts]
+    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*sources))
     measured = []
     calibration = []
     rest: dict[bool, list[Example]] = {False: [], True: []}  # True: of documents that are measured
     missing = rows * length
     wanted = calibration_tokens
-    for example in tokenize((document for document in in_turn if document is not None), tokenizer):
+    for example in in_turn:
         if not isinstance(example, Example):
             continue
         first = _part(example, 0, length)
@@ -68,7 +76,20 @@ def _part(example: Example, start: int, stop: int | None) -> Example:
     )
 
 
-def _documents(text: str):
+def _examples(text: str, tokenizer: Any) -> Iterator[Example | Unreadable]:
+    """The tokenised documents of a source: those of a prepared dataset in the order of its rows."""
     source = parse_source(text)
-    for file in find_files(source, held_out=source.path == STDLIB):
-        yield from read_file(file)
+    if is_packed_dataset(Path(source.path)):
+        return _prepared(PackedDataset(Path(source.path)), tokenizer)
+    files = find_files(source, held_out=source.path == STDLIB)
+    return tokenize(itertools.chain.from_iterable(map(read_file, files)), tokenizer)
+
+
+def _prepared(dataset: PackedDataset, tokenizer: Any) -> Iterator[Example]:
+    check_dataset(dataset, dataset.manifest.length, tokenizer_fingerprint(tokenizer))
+    for number in range(len(dataset)):
+        row = dataset[number]
+        stops = np.cumsum(row.lengths)[:-1]
+        parts = zip(np.split(row.tokens, stops), np.split(row.is_target, stops), strict=True)
+        for tokens, is_target in parts:
+            yield Example(f"{dataset.name}#{number}", tokens, is_target)

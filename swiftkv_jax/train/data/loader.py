@@ -43,14 +43,14 @@ class LocalBatch(NamedTuple):
 class DatasetMixture:
     """Packed datasets of one row length, and the proportions in which their rows are drawn.
 
-    If every weight is 1, all rows count alike: the proportions are the numbers of rows, and an
-    epoch holds every row once. Otherwise rows are drawn in proportion to the weights, and an epoch
-    ends, to a row, when every dataset has been read once; those that are small for their weight
-    have been repeated by then. Every pass over a dataset has its own order.
+    Without weights all rows count alike: the proportions are the numbers of rows, and an epoch
+    holds every row once. If there is one, None is 1: rows are drawn in proportion to the weights,
+    and an epoch ends, to a row, when every dataset has been read once; those that are small for
+    their weight have been repeated by then. Every pass over a dataset has its own order.
     """
 
     datasets: tuple[PackedDataset, ...]
-    weights: tuple[float, ...]
+    weights: tuple[float | None, ...]
 
     def __post_init__(self):
         if len({data.manifest.length for data in self.datasets}) > 1:
@@ -67,11 +67,11 @@ class DatasetMixture:
     @functools.cached_property
     def proportions(self) -> tuple[int, ...]:
         """Whole numbers without a common divisor."""
-        if set(self.weights) == {1.0}:
+        if set(self.weights) == {None}:
             parts = [len(data) for data in self.datasets]
         else:
             fractions = [
-                Fraction(str(weight)) for weight in self.weights
+                Fraction(str(weight or 1)) for weight in self.weights
             ]  # 0.7 is meant, not the nearest float
             parts = [
                 int(part * math.lcm(*(fraction.denominator for fraction in fractions)))

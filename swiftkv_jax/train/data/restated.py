@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...errors import DataError
+from ...errors import DataError, UsageError
 from ...process import files
+from .dataset import is_packed_dataset
 from .documents import Document
-from .sources import find_files, parse_source, read_file
+from .sources import DataSource, find_files, read_file, unweighted
 
 DOCUMENTS = 10_000
 """Documents that are read, the first ones of every source in turn."""
@@ -96,7 +97,10 @@ def read_texts(sources: Sequence[str]) -> list[str]:
 
 
 def _texts(source: str) -> Iterator[str]:
-    for file in find_files(parse_source(source)):
+    path = unweighted("data", source).path
+    if is_packed_dataset(Path(path)):
+        raise UsageError(f"`data`={path}: prepared already; name the text that it was made of")
+    for file in find_files(DataSource(path)):
         for document in read_file(file):
             if isinstance(document, Document):
                 contents = [message["content"] for message in document.messages or ()]

@@ -24,11 +24,14 @@ _STDLIB_SKIPPED = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class DataSource:
-    """A path of training data, and its weight in the mixture."""
+    """A path of training data, and its weight in the mixture, if one is given."""
 
     path: str
     """Path of a file, a folder or a prepared dataset, a pattern of paths, or `stdlib`."""
-    weight: float = 1.0
+    weight: float | None = None
+
+    def __str__(self) -> str:
+        return self.path if self.weight is None else f"{self.path}:{self.weight}"
 
     @property
     def name(self) -> str:
@@ -51,6 +54,14 @@ def parse_source(text: str) -> DataSource:
     if not (weight > 0 and math.isfinite(weight)):
         raise UsageError(f"`data`={text}: the weight must be a number above 0")
     return DataSource(path, weight)
+
+
+def unweighted(option: str, text: str) -> DataSource:
+    """The source of `PATH`, a value of `option`, which mixes nothing. Raises `UsageError`."""
+    source = parse_source(text)
+    if source.weight is not None:
+        raise UsageError(f"`{option}`={text}: only sources to train on have a weight")
+    return source
 
 
 def find_files(source: DataSource, *, held_out: bool = False) -> list[Path]:

@@ -141,13 +141,13 @@ def _run(opened: OpenRun[Recipe]) -> RunResult:
             assert model.swiftkv is not None
             state = init_state(config, optimizer, mesh, model.swiftkv)
         else:
-            check_recorded(recipe, config)
+            check_recorded(recipe, config, opened.eval_data)
         # From here on the delta is the master copy in the state.
         model = dataclasses.replace(model, swiftkv=None)
 
         peak = peak_flops(mesh, model.dtype)
         if is_main_process():
-            write_settings(recipe, config, steps, peak.description)
+            write_settings(recipe, config, opened.eval_data, steps, peak.description)
         context = RunContext(
             recipe, config, mesh, steps, optimizer, model.llama, data, opened.eval_data, peak
         )

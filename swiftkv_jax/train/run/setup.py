@@ -28,7 +28,7 @@ from ...plan.hardware import GIB
 from ...process.files import write_json
 from ..data.loader import DatasetMixture
 from ..data.prepare import Preparation
-from ..data.sources import parse_source
+from ..data.sources import parse_source, unweighted
 from ..recipe import STEERING, STEERING_LATER, Recipe
 from ..run_options import RunOptions
 
@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 DATA = "data"
 """Folder of the prepared data, in the output folder."""
+EVAL_FINGERPRINT = "eval_fingerprint"
+"""Field of a run's record: the fingerprint of its held-out data, or null. Earlier runs lack it."""
 
 
 def cut_model(options: RunOptions, found: Config) -> Config:
@@ -128,6 +130,7 @@ def load_data(options: RunOptions, tokenizer: Any) -> tuple[DatasetMixture, Data
     folder. Raises `DataError` and `UsageError`."""
     held_out = None
     if options.eval_data is not None:  # before the training data, which takes longer
+        unweighted("eval_data", options.eval_data)
         held_out = _mixture((options.eval_data,), options, tokenizer, held_out=True)
     training = _mixture(options.data, options, tokenizer, held_out=False)
     if held_out is not None and held_out.datasets[0].manifest.fingerprint in {
@@ -243,7 +246,7 @@ def describe_run(options: RunOptions, model: Model, mesh: Mesh) -> str:
     )
 
 
-def check_recorded(recipe: Recipe, config: Config) -> None:
+def check_recorded(recipe: Recipe, config: Config, held_out: DatasetMixture | None) -> None:
     """Compare a run that continues with what `write_settings` wrote. Raises `CheckpointError` for
     another architecture, `UsageError` if losses on other held-out rows would be compared."""
     path = recipe.output_dir / RECIPE
@@ -255,23 +258,30 @@ def check_recorded(recipe: Recipe, config: Config) -> None:
             f"{recipe.model}: its architecture is not that of the run in {recipe.output_dir}: "
             f"{'; '.join(different)}"
         )
-    changed = [
-        name
-        for name in ("eval_data", "eval_batches")
-        if name in recorded and recorded[name] != getattr(recipe, name)
-    ]
+    measured = {name: recorded[name] for name in ("eval_data", "eval_batches") if name in recorded}
+    changed = {name: old for name, old in measured.items() if old != getattr(recipe, name)}
+    text = _fingerprint(held_out)
+    if "eval_data" not in changed and recorded.get(EVAL_FINGERPRINT, text) != text:
+        changed["eval_data"] = "other text"
     if not changed:
         return
+    name, old = next(iter(changed.items()))
     if recipe.early_stopping_patience is not None or recipe.load_best_model_at_end:
         raise UsageError(
-            f"`{changed[0]}`={getattr(recipe, changed[0])}: the run was measured with "
-            f"{recorded[changed[0]]}; `early_stopping_patience` and `load_best_model_at_end` "
-            f"compare losses on the same rows only"
+            f"`{name}`={getattr(recipe, name)}: the run was measured with {old}; "
+            f"`early_stopping_patience` and `load_best_model_at_end` compare losses on the same "
+            f"rows only"
         )
-    logger.warning("`%s` has changed: losses before and from here are not comparable", changed[0])
+    logger.warning("`%s` has changed: losses before and from here are not comparable", name)
 
 
-def write_settings(recipe: Recipe, config: Config, steps: int, mfu_of: str) -> None:
+def _fingerprint(data: DatasetMixture | None) -> str | None:
+    return None if data is None else data.fingerprint
+
+
+def write_settings(
+    recipe: Recipe, config: Config, held_out: DatasetMixture | None, steps: int, mfu_of: str
+) -> None:
     """Write the resolved recipe into the output folder, for people, `report` and `convert`."""
     settings = dataclasses.asdict(recipe) | {
         "output_dir": str(recipe.output_dir),
@@ -280,6 +290,7 @@ def write_settings(recipe: Recipe, config: Config, steps: int, mfu_of: str) -> N
         "max_steps": steps,
         "config": dataclasses.asdict(config),
         "mfu_of": mfu_of,
+        EVAL_FINGERPRINT: _fingerprint(held_out),
         "jax": jax.__version__,
     }
     write_json(recipe.output_dir / RECIPE, settings, canonical=True)

@@ -53,6 +53,8 @@ def start_of_run(
     checkpoint, if it has one of this cut, else one as the recipe's `init` says. If the run
     continues, only the record is read, and the model has no delta."""
     record = recipe.output_dir / START
+    if model.swiftkv is None:
+        model = dataclasses.replace(model, auxiliary_files=model.auxiliary_files.of_new_student())
     if continues and record.is_file():
         found = read_json(record)
         if found["init"] != recipe.init:

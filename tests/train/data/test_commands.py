@@ -75,10 +75,10 @@ def test_colour_on_a_terminal(tmp_path, chat, capfd, monkeypatch):
 def test_several_sources(tmp_path, chat, capfd):
     other = tmp_path / "note.txt"
     other.write_text("a note")
-    assert prepare(f"{chat}:0.7", other, output=tmp_path / "stores") == cli.OK
+    assert prepare(f"{chat}:1", other, output=tmp_path / "stores") == cli.OK
     assert (
         capfd.readouterr().out
-        == f"--data {tmp_path / 'stores' / '0'}:0.7 --data {tmp_path / 'stores' / '1'}\n"
+        == f"--data {tmp_path / 'stores' / '0'}:1.0 --data {tmp_path / 'stores' / '1'}\n"
     )
     assert PackedDataset(tmp_path / "stores" / "1").manifest.documents == 1
 
@@ -113,5 +113,9 @@ def test_refusals_of_prepared_data(tmp_path, chat, capfd):
     prepare(chat, output=tmp_path / "store")
     assert prepare(tmp_path / "store", output=tmp_path / "again") == cli.USAGE
     assert "prepared already; give it to training as it is" in capfd.readouterr().err
+    command = ["restate", *MODEL, "--examples", "1", "--max-length", "128"]
+    command += ["--data", str(tmp_path / "store"), "--output", str(tmp_path / "new.jsonl")]
+    assert main(command) == cli.USAGE
+    assert "prepared already; name the text that it was made of" in capfd.readouterr().err
     assert main(["show", str(tmp_path), *MODEL]) == cli.ERROR
     assert "not a prepared dataset" in capfd.readouterr().err

@@ -5,6 +5,8 @@ import pytest
 
 from swiftkv_jax.errors import DataError, UsageError
 from swiftkv_jax.train.data.excerpts import read_excerpts
+from swiftkv_jax.train.data.prepare import Preparation
+from swiftkv_jax.train.data.sources import DataSource
 
 
 def words(start: int, count: int) -> str:
@@ -62,6 +64,18 @@ def test_no_token_is_in_both_and_none_is_left_out(rows, documents, tokenizer):
     used = [token for part in found for row in part for token in row.tokens.tolist()]
     whole = [token for file in documents for token in tokens_of(tokenizer, file)]
     assert sorted(used) == sorted(whole)
+
+
+def test_documents_of_a_prepared_dataset(documents, tokenizer, tmp_path):
+    """As they were cut: nothing else in its folder is read."""
+    whole = [tokens_of(tokenizer, file) for file in documents]
+    source = DataSource(str(documents[0].parent))
+    Preparation(source, tokenizer, 512).build(store := tmp_path / "store")
+    found = read_excerpts((str(store),), tokenizer, 16, 2, 10**6)
+    used = [token for part in found for row in part for token in row.tokens.tolist()]
+    assert sorted(used) == sorted(token for document in whole for token in document)
+    starts = [document[:16] for document in whole]
+    assert all(segment in starts for segment in segments(found.measured))
 
 
 def test_none_for_calibration(documents, tokenizer):

@@ -111,7 +111,7 @@ def test_resuming_and_rebuilding_change_nothing(tmp_path, tokenizer, mixture):
 
 
 def test_one_source_is_seen_once_in_an_epoch(datasets):
-    rows = DatasetMixture((datasets[0],), (1.0,))
+    rows = DatasetMixture((datasets[0],), (None,))
     assert rows.num_rows == 20 and rows.num_tokens == 160
     seen = [row_id for batch in read(rows, 5, stop=12) for row_id in batch.row_ids]
     rounds = [seen[:20], seen[20:40], seen[40:]]
@@ -121,7 +121,7 @@ def test_one_source_is_seen_once_in_an_epoch(datasets):
 
 
 def test_without_weights_every_row_counts_alike(datasets):
-    rows = DatasetMixture(tuple(datasets), (1.0, 1.0))
+    rows = DatasetMixture(tuple(datasets), (None, None))
     assert rows.num_rows == 27 and rows.proportions == (20, 7)
     seen = [row_id for batch in read(rows, 27, stop=2) for row_id in batch.row_ids]
     assert len(set(seen[:27])) == len(set(seen[27:])) == 27
@@ -135,7 +135,7 @@ def test_weights_are_kept_everywhere_and_define_the_epoch(mixture, datasets):
             assert abs(seen[start:stop].count("a") - 0.7 * (stop - start)) <= 1
     fingerprints = {
         DatasetMixture(tuple(datasets), weights).fingerprint
-        for weights in [(0.7, 0.3), (7.0, 3.0), (0.3, 0.7), (1.0, 1.0)]
+        for weights in [(0.7, 0.3), (7.0, 3.0), (0.3, 0.7), (1.0, 1.0), (2.0, 2.0), (None, 1.0)]
     }
     assert len(fingerprints) == 3
 

@@ -12,7 +12,14 @@ from pyarrow import parquet
 
 from swiftkv_jax.errors import DataError, UsageError
 from swiftkv_jax.train.data.documents import Unreadable
-from swiftkv_jax.train.data.sources import STDLIB, DataSource, find_files, parse_source, read_file
+from swiftkv_jax.train.data.sources import (
+    STDLIB,
+    DataSource,
+    find_files,
+    parse_source,
+    read_file,
+    unweighted,
+)
 
 
 def calling(**arguments):
@@ -149,15 +156,18 @@ def test_stdlib_is_split_by_package():
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("a.jsonl", DataSource("a.jsonl", 1)),
+        ("a.jsonl", DataSource("a.jsonl")),
         ("a.jsonl:0.7", DataSource("a.jsonl", 0.7)),
         ("code/:3", DataSource("code/", 3)),
-        ("/data/x:y", DataSource("/data/x:y", 1)),
+        ("/data/x:y", DataSource("/data/x:y")),
         ("stdlib:2", DataSource("stdlib", 2)),
     ],
 )
 def test_parse_source(text, expected):
     assert parse_source(text) == expected
+    if expected.weight is not None:
+        with pytest.raises(UsageError, match=f"`eval_data`={text}: only sources to train on"):
+            unweighted("eval_data", text)
 
 
 def test_a_path_with_a_colon_is_taken_whole(tmp_path):
