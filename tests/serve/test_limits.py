@@ -156,6 +156,18 @@ def test_pages_of_other_origins_need_leave(start, running):
     assert "access-control-allow-origin" not in found
 
 
+def test_samples_have_as_many_tokens_as_fit_together(start):
+    running = start(engine={"num_pages": 72})
+    body = {"messages": [{"role": "user", "content": "a"}], "n": 4, "ignore_eos": True}
+    status, answer = running.post("/v1/chat/completions", body)
+    assert status == 200, answer
+    tokens, rest = divmod(answer["usage"]["completion_tokens"], 4)
+    assert tokens > 1 and not rest
+    for more, status in ((0, 200), (1, 400)):
+        given = body | {"max_tokens": tokens + more}
+        assert running.post("/v1/chat/completions", given)[0] == status
+
+
 # Sizes and slow connections ------------------------------------------------------------
 
 

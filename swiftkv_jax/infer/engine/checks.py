@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -129,7 +130,7 @@ def check_ends(request: Request, end_token_ids: Sequence[int]) -> None:
 def check_fits(state: RequestState, pool: PagePool, shapes: Shapes) -> None:
     """Raise `UsageError` for a request that is too large for the whole cache or for all slots
     together."""
-    needed = pool.total(state.pages_of_one(pool)) + state.pages_of_others(pool)
+    needed = _all_pages(state, pool)
     if needed > shapes.num_pages or state.num_samples > shapes.slots:
         raise UsageError(
             f"the request needs {needed} pages of KV cache and {state.num_samples} slots, "
@@ -138,6 +139,25 @@ def check_fits(state: RequestState, pool: PagePool, shapes: Shapes) -> None:
             f"raise `kv_cache_memory` or `max_num_seqs`",
             option="max_tokens",
         )
+
+
+def most_new_tokens(request: Request, config: Config, shapes: Shapes) -> int:
+    """Tokens, up to its `max_tokens`, that each sample of a request can have for all of them to fit
+    into the cache."""
+    state = RequestState(0, request, own_start(request, config), config.exact_head)
+    pool = PagePool(0, shapes.page_size, pages_per_own_page=shapes.pages_per_own_page)
+
+    def pages(tokens: int) -> int:
+        state.num_remaining_tokens = tokens
+        return _all_pages(state, pool)
+
+    counts = range(1, request.params.max_tokens + 1)
+    return bisect.bisect_right(counts, shapes.num_pages, key=pages)
+
+
+def _all_pages(state: RequestState, pool: PagePool) -> int:
+    """Pages that all sequences of a request can fill together."""
+    return pool.total(state.pages_of_one(pool)) + state.pages_of_others(pool)
 
 
 def own_start(request: Request | ScoreRequest, config: Config) -> int:

@@ -85,6 +85,7 @@ class _Asked[B: ChatBody | CompletionBody]:
             prompt_tokens=max(lengths),
             max_model_len=service.max_model_len,
             max_num_seqs=service.max_num_seqs,
+            most_new_tokens=service.engine.most_new_tokens,
         )
         echoed = sum(lengths) * (params.n if repeats else 1)
         check_logprob_entries(self.body, params, prompts=len(prompts), echoed=echoed)

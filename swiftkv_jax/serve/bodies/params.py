@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...errors import UsageError
@@ -104,9 +104,11 @@ def sampling_params(
     prompt_tokens: int,
     max_model_len: int,
     max_num_seqs: int,
+    most_new_tokens: Callable[[int, SamplingParams], int],
 ) -> SamplingParams:
     """The parameters of a body whose longest prompt has `prompt_tokens`. `defaults` are fields of
-    `SamplingParams` for what it leaves out. Raises `APIError`."""
+    `SamplingParams` for what it leaves out. `most_new_tokens` of a prompt's length and parameters
+    are those that fit the cache. Raises `APIError`."""
     names: dict[str, str] = {}
     given: dict[str, Any] = {
         name: value for name in _AS_GIVEN if (value := getattr(body, name)) is not None
@@ -171,7 +173,11 @@ def sampling_params(
     if isinstance(body, ChatBody) and body.top_logprobs is not None:
         names["logprobs"] = "top_logprobs"
     try:
-        return SamplingParams(**dict(defaults) | given)
+        params = SamplingParams(**dict(defaults) | given)
+        if params.n > 1 and isinstance(body, ChatBody) and _chat_max_tokens(body) is None:
+            tokens = max(most_new_tokens(prompt_tokens, params), 1)
+            return dataclasses.replace(params, max_tokens=tokens)
+        return params
     except UsageError as error:
         raise of_usage(error, names) from None
 

@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 
 from ...errors import UsageError
 from ...infer.engine.cache_events import CacheEvent
+from ...infer.engine.checks import most_new_tokens
 from ...infer.engine.engine import Engine
 from ...infer.engine.page_pool import PrefixStats
 from ...infer.engine.requests import Request, RequestOutput, ScoreRequest
+from ...infer.engine.sampling_params import SamplingParams
 from ...infer.engine.stats import Load, Stats
 from ..distributed.followers import Followers
 from ..distributed.frames import apply_commands
@@ -121,6 +123,11 @@ class EngineThread:
         """End a request, or one of its samples. Does nothing for one that has ended."""
         self._aborted.append((request_id, sample))
         self._wake.set()
+
+    def most_new_tokens(self, prompt_tokens: int, params: SamplingParams) -> int:
+        """`checks.most_new_tokens` of a prompt of so many tokens."""
+        request = Request(range(prompt_tokens), params)
+        return most_new_tokens(request, self._engine.config, self._engine.model_runner.shapes)
 
     def read_adapter(self, path: Path) -> Any:
         """`Adapters.read` of the engine."""
