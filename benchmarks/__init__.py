@@ -15,7 +15,7 @@ python -m benchmarks.NAME, where NAME is
 `medium/` is a Llama of 16 layers and the proportions of Llama-3.1-8B, for `infer bench --config` on
 a CPU. With `--shapes smoke` benchmarks run on a CPU too, as a test, and write JSON only to
 `--output`. Times mean something on a GPU or a TPU. Programs of a result
-`NAME-compiled-for-DEVICE-*.json` were compiled for the device and counted, never run there;
-`predicted-for-DEVICE-*.json` comes from a simulation. A benchmark that has answered its question
-is a result file and a paragraph of the page; its program is in the history of the repository.
+`NAME-compiled-for-DEVICE-*.json` were compiled for the device and counted, never run there. A
+benchmark that has answered its question is a result file and a paragraph of the page; its program
+is in the history of the repository.
 """

@@ -75,7 +75,7 @@ def section(found: Sequence[dict[str, Any]]) -> str:
 
 def _parts(found: Sequence[dict[str, Any]]) -> Iterator[str]:
     """What the page says of one model."""
-    one = [document for document in found if document["settings"]["documents"] == 1]
+    one = [document for document in found if document["settings"]["documents"] <= 1]
     several = [document for document in found if document["settings"]["documents"] > 1]
     yield _describe(one)
     yield _short_table(one, _ON_THE_PAGE)
@@ -119,11 +119,14 @@ def _describe(found: Sequence[dict[str, Any]]) -> str:
         f"{text['teacher_perplexity']:.2f} on {text['tokens']:,} tokens of {_TITLES[kind]}"
         for kind, text in cell["texts"].items()
     )
+    answers = ""
+    if cell["tasks"]:
+        answers = f" It answers {_of_teacher(cell)}."
     return (
         f"**{model['name']}** ({model['layers']} layers, {model['parameters'] / 1e6:.0f}M "
         f"parameters), closed form fitted to {settings['calibration_tokens']:,} tokens. The "
         f"teacher's perplexity is {texts}; {cell['far']['tokens']:,} are far tokens."
-        f" It answers {_of_teacher(cell)}."
+        f"{answers}"
     )
 
 

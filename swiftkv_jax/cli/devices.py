@@ -15,7 +15,7 @@ from ..errors import UsageError
 from ..model import mesh as meshes
 from ..model.mesh import MeshShape
 from ..process.distributed import check_all_take_part, join_processes
-from ..process.files import private_directory
+from ..process.files import PROGRAMS, private_directory
 
 GPU_MEMORY_FRACTION = 0.95
 """Share of a GPU's memory that JAX allocates. The rest is for what JAX does not count: CUDA's
@@ -87,7 +87,7 @@ def enable_compilation_cache(folder: str | os.PathLike[str]) -> None:
     for its owner alone, and one that others own or can write is refused with `UsageError`.
     """
     folder = private_directory("compile_cache", folder)
-    (folder / "programs").mkdir(exist_ok=True)  # infer.runner.kept_programs
+    (folder / PROGRAMS).mkdir(exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -40,6 +40,11 @@ def check_free(path: str | os.PathLike[str]) -> None:
         )
 
 
+PROGRAMS = "programs"
+"""Folder of programs that a start finds without tracing them, in that of JAX's compilation cache.
+To read one is to run code, so it is made only where the cache is a `private_directory`."""
+
+
 def private_directory(option: str, folder: str | os.PathLike[str]) -> Path:
     """`folder`, the value of `option`, made for its owner alone if it is absent; `~` is the home
     directory.
@@ -115,8 +120,8 @@ def lock(file: int | IO[bytes]) -> bool:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[bool]:
-    """Whether this process alone has the lock file `path`, which is removed at the end. Raises
-    `OSError` if it cannot be made."""
+    """Hold the lock file `path`, which is removed at the end, during the block. Yields False if
+    another process has it. Raises `OSError` if it cannot be made."""
     with path.open("ab") as file:
         # A process that ends now may have removed the file since it was opened.
         owns = (

@@ -19,7 +19,7 @@ import jax
 from jax.experimental import serialize_executable
 from jaxlib.version import __version__ as jaxlib_version
 
-from ...process.files import write_atomic
+from ...process.files import PROGRAMS, write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +28,6 @@ Lower = Callable[[], jax.stages.Lowered]
 Options = dict[str, Any] | None
 """XLA's options for a program."""
 
-FOLDER = "programs"
-"""Folder in that of JAX's cache. Programs are kept where it exists, which is for their owner alone
-(`cli.devices.enable_compilation_cache`): to read one is to run code."""
 _PACKAGE = Path(__file__).parents[2]
 _FLAGS = "XLA_FLAGS", "LIBTPU_INIT_ARGS"
 
@@ -50,9 +47,9 @@ class KeptPrograms:
 
     @classmethod
     def of(cls, device: Any) -> KeptPrograms | None:
-        """The programs beside JAX's cache; None where nothing is to be kept."""
+        """The programs in the folder of JAX's cache; None where it has no `files.PROGRAMS`."""
         cache = jax.config.jax_compilation_cache_dir
-        folder = Path(cache or "") / FOLDER
+        folder = Path(cache or "") / PROGRAMS
         return cls(folder, device) if cache and folder.is_dir() else None
 
     def load(self, lower: Lower, options: Options) -> jax.stages.Compiled | None:

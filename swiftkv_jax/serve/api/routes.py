@@ -168,8 +168,10 @@ class Endpoint:
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
             shown = {"time": now} | found
             parts = (f"{name}={value}" for name, value in shown.items() if value not in ("", []))
-            room = self._app.options.max_log_len * self._app.options.log_requests
-            logger.info("%s", printable(" ".join(parts), 1000 + room))
+            room = 1000
+            if self._app.options.log_requests:
+                room += self._app.options.max_log_len
+            logger.info("%s", printable(" ".join(parts), room))
 
 
 # Handlers ---------------------------------------------------------------------------

@@ -132,7 +132,8 @@ class Choice:
             self.finish_reason = output.finish_reason
             if output.stop_token is not None:
                 held.token_ids.append(output.stop_token)
-                held.logprobs += filter(None, (output.stop_logprob,))
+                if output.stop_logprob is not None:
+                    held.logprobs.append(output.stop_logprob)
                 self.num_tokens += 1
                 if output.stop_token in self._params.stop_token_ids:
                     self.stop_reason = output.stop_token

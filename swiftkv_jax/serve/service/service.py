@@ -375,7 +375,7 @@ class Service:
             "the engine has failed: %s: %s",
             type(error).__name__,
             str(error).partition("\n")[0],
-            exc_info=error.__traceback__ and error,
+            exc_info=error if error.__traceback__ is not None else None,
         )
         self.stop_reading()
         message = "the engine has failed"

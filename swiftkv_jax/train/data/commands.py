@@ -114,9 +114,9 @@ def _marked_documents(row: PackedRow, tokenizer: Any, marks: tuple[str, str]) ->
     """Text of each document. Its first token is never marked: nothing comes before it that could
     predict it."""
     predicted = np.append(False, row.predicting()[:-1])
-    stops = np.cumsum(row.lengths)
-    for start, stop in zip(stops - row.lengths, stops, strict=True):
-        runs = itertools.groupby(range(start, stop), key=lambda at: bool(predicted[at]))
+    for document in row.documents():
+        places = range(document.start, document.stop)
+        runs = itertools.groupby(places, key=lambda at: bool(predicted[at]))
         texts = (
             (marked, tokenizer.decode(row.tokens[list(positions)])) for marked, positions in runs
         )

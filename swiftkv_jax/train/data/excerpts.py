@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ...errors import DataError, UsageError
 from .dataset import PackedDataset, is_packed_dataset
 from .documents import Unreadable
@@ -89,7 +87,6 @@ def _prepared(dataset: PackedDataset, tokenizer: Any) -> Iterator[Example]:
     check_dataset(dataset, dataset.manifest.length, tokenizer_fingerprint(tokenizer))
     for number in range(len(dataset)):
         row = dataset[number]
-        stops = np.cumsum(row.lengths)[:-1]
-        parts = zip(np.split(row.tokens, stops), np.split(row.is_target, stops), strict=True)
-        for tokens, is_target in parts:
+        for document in row.documents():
+            tokens, is_target = row.tokens[document], row.is_target[document]
             yield Example(f"{dataset.name}#{number}", tokens, is_target)

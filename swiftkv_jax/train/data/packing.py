@@ -27,6 +27,11 @@ class PackedRow:
     lengths: np.ndarray
     """i32[documents], adding up to n."""
 
+    def documents(self) -> Iterator[slice]:
+        """The place of each document among the tokens."""
+        stops = np.cumsum(self.lengths)
+        return map(slice, stops - self.lengths, stops)
+
     def predicting(self) -> np.ndarray:
         """bool[n]: True where the next token belongs to the same document and is a target."""
         mask = np.append(self.is_target[1:], False)
@@ -43,11 +48,11 @@ class PackedRow:
         """
         own = self.is_target.copy()
         served = np.ones(len(self.tokens), bool)
-        for stop, size in zip(np.cumsum(self.lengths), self.lengths, strict=True):
-            start = stop - size
-            if size > 1 and self.is_target[start + 1 : stop].all():
-                seed = zlib.crc32(np.ascontiguousarray(self.tokens[start:stop]).tobytes())
-                cut = start + int(np.random.default_rng(seed).integers(1, size))
+        for document in self.documents():
+            start, stop = document.start, document.stop
+            if stop - start > 1 and self.is_target[start + 1 : stop].all():
+                seed = zlib.crc32(np.ascontiguousarray(self.tokens[document]).tobytes())
+                cut = start + int(np.random.default_rng(seed).integers(1, stop - start))
                 own[start:stop] = np.arange(start, stop) >= cut
                 served[start : cut - 1] = False
             starts = np.flatnonzero(own[start:stop] & ~np.append(False, own[start : stop - 1]))
