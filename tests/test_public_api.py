@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 import swiftkv_jax as skv
 from swiftkv_jax import demo
 from swiftkv_jax.checkpoints.auxiliary import load_tokenizer, read_auxiliary_files
+from swiftkv_jax.checkpoints.safetensors_io import read_header
 from swiftkv_jax.infer import Engine
 from swiftkv_jax.model.mesh import MeshShape
 
@@ -253,3 +254,13 @@ def test_the_demos_tokenizer_has_a_class_that_transformers_4_knows():
             315,
             287,
         ]
+
+
+def test_the_demos_index_names_the_file_of_each_tensor():
+    """The student's folder holds only what was trained."""
+    index = json.loads((demo.SWIFTKV / "model.safetensors.index.json").read_text())
+    names = {"../llama/model.safetensors", "swiftkv.safetensors"}
+    headers = {name: read_header(demo.SWIFTKV / name)[0] for name in names}
+    stored = {tensor.name: name for name, tensors in headers.items() for tensor in tensors}
+    assert index["weight_map"] == stored
+    assert all("swiftkv" in tensor.name for tensor in headers["swiftkv.safetensors"])

@@ -6,4 +6,5 @@ from pathlib import Path
 LLAMA = Path(__file__).parent / "llama"
 """The teacher, a plain Hugging Face Llama checkpoint."""
 SWIFTKV = Path(__file__).parent / "swiftkv"
-"""Teacher and delta, as `swiftkv_jax.save_hf` writes them."""
+"""Teacher and delta. The index takes what both share from the teacher's file, so this folder cannot
+be copied alone: `swiftkv_jax.save_hf` writes a whole one."""
