@@ -48,6 +48,8 @@ memory
 --spec-model: use --speculative-config '{{"model": "{value}"}}', of an LSTM or MLP speculator
 --disable-log-requests, --disable-uvicorn-access-log: leave it out: prompts are logged only with \
 --log-requests
+--disable-access-log-for-endpoints: leave it out: polls of /health, /metrics and the like are not \
+logged
 --disable-log-stats: leave it out: figures are at /metrics
 --seed: give each request a `seed`
 --hf-overrides, --rope-scaling: unsupported: change config.json

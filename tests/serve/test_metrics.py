@@ -279,6 +279,17 @@ def test_the_log_has_a_line_for_each_request_and_no_text_of_clients(start, caplo
     assert "secret" not in json.dumps([first, second])
 
 
+def test_of_polls_the_log_has_only_those_that_are_refused(start, caplog):
+    caplog.set_level(logging.INFO, "swiftkv_jax")
+    running = start(log_json=True, api_keys={"a": "secret"})
+    for path in ("/", "/health", "/ready", "/ping", "/metrics", "/load", "/v1/models"):
+        assert running.request("GET", path, headers={"x-api-key": "secret"})[0] == 200
+    assert running.request("GET", "/v1/models")[0] == 401
+    running.until(lambda: "request" in caplog.messages)
+    found = [record.fields for record in caplog.records if record.message == "request"]  # type: ignore[attr-defined]
+    assert [(one["route"], one["status"]) for one in found] == [("/v1/models", 401)]
+
+
 def test_prompts_in_the_log_are_short_and_escaped(start, caplog):
     caplog.set_level(logging.INFO, "swiftkv_jax")
     running = start(log_requests=True, max_log_len=12)

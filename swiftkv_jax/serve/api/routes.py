@@ -50,8 +50,9 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[App, HTTPExchange], Awaitable[None]]
 OTHER_MODELS = ("embeddings", "audio", "images", "files", "fine_tuning", "moderations", "batches")
 """Paths that OpenAI has under /v1/ besides those for text."""
-QUIET = ("/", "/health", "/ready", "/ping", "/metrics", "/load")
-"""Routes that are not logged."""
+POLLED = ("/", "/health", "/ready", "/ping", "/metrics", "/load", "/v1/models")
+"""Routes of which the log has only refusals and failures: not what succeeds, nor the 503 of a
+server that is not ready."""
 
 
 def asgi(app: App) -> Starlette:
@@ -127,7 +128,8 @@ class Endpoint:
         finally:
             exchange.close()
             app.service.metrics.http[self._route, exchange.status] += 1
-            if self._route not in QUIET:
+            is_poll = self._route in POLLED and (exchange.status < 400 or exchange.status == 503)
+            if not is_poll:
                 self._log(exchange)
 
     async def of_exception(self, request: Any, error: Exception) -> Any:

@@ -32,15 +32,16 @@ async function failure(response) {
 
 async function start() {
   try {
+    const { status, phase, done, total } = await (await fetch(root + "/ready")).json();
+    if (status === "starting") {
+      hint(`The server is starting: ${phase}` + (total ? `, ${done} of ${total} programs` : ""));
+      setTimeout(start, 1000);
+      return;
+    }
     const response = await fetch(root + "/v1/models", { headers: headers() });
     if (response.status === 401) throw new Error("This server wants an API key: see Settings.");
     if (!response.ok) throw new Error(await failure(response));
     const card = (await response.json()).data[0];
-    if (card.has_chat_template === null) {
-      hint("The server is starting.");
-      setTimeout(start, 1000);
-      return;
-    }
     [model, hasTemplate] = [card.id, card.has_chat_template];
     $("model").textContent = document.title = model;
     $("system-row").hidden = !hasTemplate;
