@@ -33,6 +33,9 @@ PAGES = [
     ROOT / "SECURITY.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
+DEPLOYMENT = ROOT / "examples" / "deploy" / "README.md"
+OTHERS = [DEPLOYMENT, *sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))]
+"""Pages of the site, and notebooks that it links, beside the documentation."""
 EXAMPLES = ("generate", "engine", "score")
 REAL_MODEL = "Llama-3.1-8B-Instruct"
 
@@ -132,9 +135,10 @@ def test_examples_run(name, model_folder, monkeypatch):
 # What is named exists ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda page: page.name)
 def test_relative_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
+    """Images too, of which the build of the site says nothing."""
+    for target in re.findall(r"""(?:\]\(|src=["'])([^)\s"']+)""", text_of(page)):
         if re.match(r"https?:", target):
             continue
         file, _, fragment = target.partition("#")
@@ -168,7 +172,7 @@ def test_every_page_is_reached_from_the_readme():
 def test_the_navigation_of_the_site_has_every_page_once():
     pages = re.findall(r"^ +- [^:]+: (\S+\.md)$", text_of(ROOT / "mkdocs.yml"), re.MULTILINE)
     found = sorted((ROOT / page).resolve() for page in pages)
-    assert found == sorted([*PAGES, ROOT / "examples" / "deploy" / "README.md"])
+    assert found == sorted([*PAGES, DEPLOYMENT])
 
 
 def test_every_page_begins_with_its_contents():
