@@ -32,6 +32,7 @@ from .maps import fit_maps
 from .moments import add_batch, zero_moments
 
 __all__ = [
+    "MIN_TOKENS_PER_DIMENSION",
     "SLOPE_TOKENS",
     "Fit",
     "LayerFit",

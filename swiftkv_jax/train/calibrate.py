@@ -8,6 +8,7 @@ import functools
 import logging
 import math
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from ..model.stacks import cast
 from ..process.distributed import is_main_process
 from ..process.files import write_json
 from .analysis.given_analysis import warn_over_budget
-from .calibrate_options import CALIBRATION_DEMO, CalibrationOptions
+from .calibrate_options import CALIBRATION_DEMO, ON_A_CPU, CalibrationOptions
 from .data.loader import DatasetMixture
 from .loss.far_tokens import FAR_NATS
 from .loss.objective import Objective
@@ -69,8 +70,20 @@ def main(args: argparse.Namespace) -> int:
         return cli.OK
     refuse_x64()
     join_and_emulate(options.mesh, **given(ProcessOptions, args))
+    if "model" in fields and jax.default_backend() == "cpu":
+        options = on_a_cpu(options, fields)
     run(options)
     return cli.OK
+
+
+def on_a_cpu(options: CalibrationOptions, given: Collection[str]) -> CalibrationOptions:
+    """The options with the defaults of a CPU for those that are not `given`."""
+    chosen = {name: value for name, value in ON_A_CPU.items() if name not in given}
+    if "max_length" in chosen:
+        logger.info(
+            "rows have %d tokens, as on a CPU: longer ones by `max_length`", chosen["max_length"]
+        )
+    return dataclasses.replace(options, **chosen)
 
 
 def run(options: CalibrationOptions) -> None:
@@ -105,7 +118,7 @@ def _run(opened: OpenRun[CalibrationOptions]) -> None:
     results = {}
     chosen = None
     if opened.eval_data is None:
-        fitted = 0 if keep_delta else calibration_tokens(options, config)
+        fitted = 0 if keep_delta else calibration_tokens(options, config, mesh)
         scaled = SLOPE_TOKENS if config.has_two_caches else 0
         chosen = rows_left(options, data, max(fitted, scaled))
     if opened.eval_data is not None or chosen is not None:

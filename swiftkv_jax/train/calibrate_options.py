@@ -35,6 +35,16 @@ class CalibrationOptions(RunOptions):
         "stdlib's)",
         metavar="PATH",
     )
+    eval_batches: int = option(
+        16,
+        "batches of --eval-data used, of --batch-size (default: %(default)s, on a CPU 2)",
+        at_least=1,
+    )
+    max_length: int = option(
+        8192,
+        "tokens in a packed row (default: %(default)s, on a CPU 512; demo: %(demo)s)",
+        at_least=1,
+    )
     batch_size: int = option(8, "rows at a time (default: %(default)s)", at_least=1)
     keep_delta: bool = option(
         False,
@@ -52,6 +62,8 @@ class CalibrationOptions(RunOptions):
             raise UsageError("`calibration_tokens`: `keep_delta` fits nothing to them")
 
 
+ON_A_CPU = {"max_length": 512, "eval_batches": 2}
+"""Defaults for a named model on a CPU, as those of an analysis."""
 CALIBRATION_DEMO = CalibrationOptions(
     model=DEMO.model,
     data=DEMO.data,

@@ -103,8 +103,8 @@ class RunOptions:
         MISSING,
         "JSONL, JSON, Parquet or ArrayRecord (rows of messages, prompt and completion, "
         "conversations, instruction and output, or text), text files, a Hugging Face dataset "
-        "folder, a folder of such files, a pattern, a prepared folder, or `stdlib`; repeat to "
-        "mix, by weight",
+        "folder, a folder of such files, a pattern, a prepared folder, or `stdlib`, the source of "
+        "Python's standard library, which is always here; repeat to mix, by weight",
         metavar="PATH[:WEIGHT]",
     )
     eval_data: str | None = option(None, "held-out data, in the same forms", metavar="PATH")
@@ -115,7 +115,8 @@ class RunOptions:
     """Start of the delta if the checkpoint has none at this cut."""
     calibration_tokens: int | None = option(
         None,
-        "tokens for a start in closed form (default: 256 per entry of the hidden state)",
+        "tokens for a start in closed form (default: 256 per entry of the hidden state, on a CPU "
+        "at most 32,768 or 32 per entry)",
         metavar="N",
         at_least=1,
     )

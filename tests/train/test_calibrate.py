@@ -16,8 +16,10 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax.checkpoints.loss_notes import loss_warning
+from swiftkv_jax.model.mesh import MeshShape, make_mesh
 from swiftkv_jax.train import calibrate as train_calibrate
 from swiftkv_jax.train.__main__ import main
+from swiftkv_jax.train.calibrate_options import CALIBRATION_DEMO
 from swiftkv_jax.train.loss import far_tokens
 from swiftkv_jax.train.run import evaluation, start
 from tests.test_cost import CONFIG
@@ -79,6 +81,37 @@ def test_it_writes_a_model_and_a_record(folder, capsys):
     assert "it holds a model already" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "length", "eval_batches"),
+    [
+        ("--model {0} --data stdlib --output-dir {0}/cpu", 512, 2),
+        ("--model {0} --data stdlib --output-dir {0}/cpu --max-length 640", 640, 2),
+        ("", 512, 16),
+    ],
+)
+def test_rows_of_a_named_model_fit_a_cpu(flags, length, eval_batches, folder, monkeypatch):
+    options = []
+    monkeypatch.setattr(train_calibrate, "run", options.append)
+    assert main(["calibrate", *flags.format(folder / "teacher").split()]) == 0
+    assert [(one.max_length, one.eval_batches) for one in options] == [(length, eval_batches)]
+
+
+@pytest.mark.parametrize(
+    ("width", "given", "tokens", "planned"),
+    [
+        (128, None, 32_768, 32_768),
+        (576, None, 32_768, 147_456),
+        (4096, None, 131_072, 1_048_576),
+        (576, 99_999, 99_999, 99_999),
+    ],
+)
+def test_the_fit_is_to_fewer_tokens_on_a_cpu(width, given, tokens, planned):
+    config = dataclasses.replace(CUT, embed_dim=width)
+    options = dataclasses.replace(CALIBRATION_DEMO, calibration_tokens=given)
+    assert start.calibration_tokens(options, config, make_mesh(MeshShape())) == tokens
+    assert start.calibration_tokens(options, config) == planned
+
+
 def test_rows_that_are_not_fitted_to_are_measured(folder, capsys, monkeypatch):
     """Without held-out text: no row is both fitted to and measured."""
     read = {"fitted": [], "measured": []}
@@ -99,7 +132,7 @@ def test_rows_that_are_not_fitted_to_are_measured(folder, capsys, monkeypatch):
     fitted, measured = (
         {row.tobytes() for row in np.concatenate(read[name]) if row.any()} for name in read
     )
-    assert 8 <= len(fitted) <= 10 and len(measured) == math.ceil(len(fitted) / 8)
+    assert 8 <= len(fitted) <= 10 and len(measured) == 1
     assert not fitted & measured
     output = capsys.readouterr()
     assert "fitted to 512 tokens\n" in output.err, "without the rows' padding"

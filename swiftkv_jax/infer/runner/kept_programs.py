@@ -4,12 +4,14 @@ and the shapes that make them. JAX's own cache, which a traced program is looked
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
 import os
 import pickle
 import threading
+import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +30,8 @@ Lower = Callable[[], jax.stages.Lowered]
 Options = dict[str, Any] | None
 """XLA's options for a program."""
 
+UNUSED_DAYS = 30
+"""Days without a start that uses it after which a program is removed."""
 _PACKAGE = Path(__file__).parents[2]
 _FLAGS = "XLA_FLAGS", "LIBTPU_INIT_ARGS"
 
@@ -61,9 +65,12 @@ class KeptPrograms:
             payload, given, returned = pickle.loads(zlib.decompress(path.read_bytes()))
             trees = jax.tree.structure(given), jax.tree.structure(returned)
             devices = [self._device]
-            return serialize_executable.deserialize_and_load(
+            loaded = serialize_executable.deserialize_and_load(
                 payload, *trees, self._device.client, devices
             )
+            with contextlib.suppress(OSError):  # in a folder that cannot be written
+                os.utime(path)
+            return loaded
         except Exception as error:  # whatever a damaged file leads to
             logger.warning(f"{path}: is compiled anew, since it cannot be read: {error}")
             return None
@@ -87,9 +94,18 @@ class KeptPrograms:
             # A structure is written as a tree of it.
             given, returned = (tree.unflatten(range(tree.num_leaves)) for tree in trees)
             write_atomic(path, zlib.compress(pickle.dumps((payload, given, returned)), 1))
+            self._remove_unused()
         except (NotImplementedError, OSError, ValueError, jax.errors.JaxRuntimeError) as error:
             logger.debug(f"{path} is not kept: {error}")
         return compiled
+
+    def _remove_unused(self) -> None:
+        """Remove what no start has used for `UNUSED_DAYS`: programs of earlier versions, mostly."""
+        oldest = time.time() - UNUSED_DAYS * 24 * 60 * 60
+        for path in self._folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # another process removes it too
+                if path.stat().st_mtime < oldest:
+                    path.unlink()
 
     def _path(self, lower: Lower, options: Options) -> Path | None:
         """The file of a program; None if what it is made from has no exact text."""

@@ -12,7 +12,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ...calibration import SLOPE_TOKENS, LayerFit, calibrate, scale_delta_queries
+from ...calibration import (
+    MIN_TOKENS_PER_DIMENSION,
+    SLOPE_TOKENS,
+    LayerFit,
+    calibrate,
+    scale_delta_queries,
+)
 from ...checkpoints.auxiliary import read_json
 from ...checkpoints.digest import digest_all
 from ...checkpoints.source import Source
@@ -36,6 +42,9 @@ START = "start.json"
 """The record of a run's initial delta, in its output folder."""
 TOKENS_PER_DIMENSION = 256
 """Calibration tokens per entry of the hidden state, by default."""
+CPU_TOKENS = 2**15
+"""Calibration tokens on a CPU, by default, if they are fewer and enough for a fit that is not
+warned of."""
 FITTED_PER_MEASURED = 8
 """Rows that are fitted to for each that is measured, where there is no held-out text."""
 
@@ -117,7 +126,9 @@ def fitted_delta(
     """The model with a delta in closed form, and how well it fits. The rows are those that training
     begins with."""
     config = model.config
-    tokens = calibration_tokens(options, config)
+    tokens = calibration_tokens(options, config, mesh)
+    if tokens < calibration_tokens(options, config):
+        logger.info(f"the fit is to {tokens:,} tokens, as on a CPU: more by `calibration_tokens`")
     found = _batches(options, data, mesh, tokens)
     fit = calibrate(
         config,
@@ -143,10 +154,15 @@ def scale_queries(options: RunOptions, model: Model, data: DatasetMixture, mesh:
     return dataclasses.replace(model, swiftkv=delta)
 
 
-def calibration_tokens(options: RunOptions, config: Config) -> int:
+def calibration_tokens(options: RunOptions, config: Config, mesh: Mesh | None = None) -> int:
     """Return the number of tokens in the options, or `TOKENS_PER_DIMENSION` for each entry of the
-    hidden state."""
-    return options.calibration_tokens or TOKENS_PER_DIMENSION * config.embed_dim
+    hidden state; on a mesh of CPUs no more than `CPU_TOKENS`, or what a fit needs at least."""
+    if options.calibration_tokens is not None:
+        return options.calibration_tokens
+    tokens = TOKENS_PER_DIMENSION * config.embed_dim
+    if mesh is None or mesh.devices.flat[0].platform != "cpu":
+        return tokens
+    return min(tokens, max(CPU_TOKENS, MIN_TOKENS_PER_DIMENSION * config.embed_dim))
 
 
 def _batches(options: RunOptions, data: DatasetMixture, mesh: Mesh, tokens: int) -> Iterator[Batch]:
@@ -172,10 +188,11 @@ def _batches(options: RunOptions, data: DatasetMixture, mesh: Mesh, tokens: int)
 
 
 def rows_left(options: RunOptions, data: DatasetMixture, tokens: int) -> range | None:
-    """Rows to measure on that follow those of `tokens` tokens, at most one for each
+    """Rows to measure on that follow those of `tokens` tokens, about one for each
     `FITTED_PER_MEASURED` of them; None if the data ends with them."""
     fitted = rows_with_tokens(data, options.seed, tokens).rows
-    wanted = min(math.ceil(fitted / FITTED_PER_MEASURED), data.num_distinct_rows - fitted)
+    wanted = max(1, round(fitted / FITTED_PER_MEASURED))
+    wanted = min(wanted, data.num_distinct_rows - fitted)
     return range(fitted, fitted + wanted) if wanted > 0 else None
 
 

@@ -2,7 +2,9 @@
 one."""
 
 import functools
+import os
 import secrets
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,6 +92,20 @@ def test_the_rest_is_compiled(again, factor, tmp_path):
     assert counts == [(0, 2), (1, 2), (2, 2)] and list(compiled) == ["kept", "new"]
     found = [program({"x": jnp.ones(3)})["x"][0] for program in compiled.values()]
     assert found == [factor, factor + 1]
+
+
+def test_what_no_start_has_used_is_removed(again, factor, tmp_path):
+    months = time.time() - 2 * kept_programs.UNUSED_DAYS * 24 * 60 * 60
+    programs = made_from(factor), made_from(factor + 1)
+    for made in programs:
+        compile_new(again(), made)
+    for path in tmp_path.iterdir():
+        os.utime(path, (months, months))
+    used, unused = programs
+    assert again().load(used, None) is not None
+    compile_new(again(), made_from(factor + 2))
+    assert len(list(tmp_path.iterdir())) == 2
+    assert again().load(used, None) is not None and again().load(unused, None) is None
 
 
 def test_a_damaged_file_is_compiled_anew(again, factor, tmp_path, caplog):
