@@ -47,9 +47,20 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def command() -> str:
-    """The command of this process, as a shell takes it."""
-    return shlex.join([*_program(), *sys.argv[1:]])
+def command(*, secret: str | None = None) -> str:
+    """The command of this process, as a shell takes it, with *** for each value of the flag
+    `secret`."""
+    words = sys.argv[1:]
+    for number, word in enumerate(words):
+        name, equals, _ = word.partition("=")
+        # argparse takes the beginning of a flag for it
+        if secret is None or len(name) < 3 or not secret.startswith(name.replace("_", "-")):
+            continue
+        if equals:
+            words[number] = f"{name}=***"
+        else:
+            words[number + 1 : number + 2] = ["***"]
+    return shlex.join([*_program(), *words])
 
 
 def _program() -> list[str]:

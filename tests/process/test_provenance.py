@@ -1,6 +1,7 @@
 """What is written beside every measurement."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -18,6 +19,15 @@ def test_it_is_json_and_says_where_and_with_what(monkeypatch):
     assert found["device"]["platform"] == "cpu" and found["device"]["processes"] == 1
     assert {"python", "jax", "numpy"} <= found["versions"].keys()
     assert found["command"].endswith("--repeats 3") and len(found["host"]["load"]) == 3
+
+
+@pytest.mark.parametrize(
+    "words", ["--api-key K1", "--api_key=K1", "--a K1", "--api-key K1 --api K2"]
+)
+def test_a_command_is_written_without_its_secret(words, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["swiftkv", "infer", *words.split(), "-o", "out.json"])
+    found = provenance.command(secret="--api-key")
+    assert not {"K1", "K2"} & set(re.split("[ =]", found)) and found.endswith("-o out.json")
 
 
 def test_the_root_is_the_checkout():

@@ -1,12 +1,14 @@
 """`infer bench serve` against a server: what it counts is what the server did."""
 
 import json
+import sys
 
 import pytest
 
 from swiftkv_jax.infer.__main__ import main
 from swiftkv_jax.infer.bench.cells import Timed
-from swiftkv_jax.infer.bench.serve import summary
+from swiftkv_jax.infer.bench.serve import _document, summary
+from swiftkv_jax.infer.bench.serve_arguments import ServeBenchOptions
 
 
 def bench(running, *arguments: str) -> int:
@@ -14,11 +16,17 @@ def bench(running, *arguments: str) -> int:
     return main(["bench", "serve", "--base-url", running.url, *small, *arguments])
 
 
-def test_it_counts_what_the_server_did(start, tmp_path, capsys):
+def test_it_counts_what_the_server_did(start, tmp_path, capsys, monkeypatch):
     running = start(step_seconds=0.005)
     file = tmp_path / "result.json"
-    assert bench(running, "--max-concurrency", "4", "-o", str(file)) == 0
+    flags = "--max-concurrency", "4", "-o", str(file), "--api-key", "sk-1"
+    monkeypatch.setattr(sys, "argv", ["swiftkv", "infer", "bench", "serve", *flags])
+    assert bench(running, *flags) == 0
+    assert "sk-1" not in file.read_text()
     found = json.loads(file.read_text())
+    assert found["command"].endswith(
+        f"infer bench serve --max-concurrency 4 -o {file} --api-key '***'"
+    )
     assert (found["completed"], found["failed"]) == (10, 0)
     assert found["output_tokens"] == 90 and found["prompt_tokens"] == 120
     assert running.metric("vllm:generation_tokens_total") == 90 + 9, "and one to warm up"
@@ -57,6 +65,8 @@ def test_failures_are_counted_and_named(start, capsys):
     [
         (["--base-url", "ftp://x"], 2, "is not like http://127.0.0.1:8000"),
         (["--base-url", "http://127.0.0.1:9"], 1, "no server at http://127.0.0.1:9"),
+        (["-o", "no/where.json"], 2, "its folder does not exist"),
+        (["-o", "."], 2, "exists already"),
         (["--prefix-len", "512"], 2, "--prefix-len 512 must be below"),
         (["--goodput", "fast:3"], 2, "is not like ttft:500"),
         (["--num-prompts", "0"], 2, "must be at least 1"),
@@ -72,6 +82,12 @@ def test_failures_are_counted_and_named(start, capsys):
 def test_mistakes_are_one_line(arguments, code, message, capsys):
     assert main(["bench", "serve", *arguments]) == code
     assert message in capsys.readouterr().err
+
+
+def test_a_connection_that_was_refused_moves_no_other_time():
+    timed = [Timed(sent=1000.0, arrivals=[1000.5]), Timed(error="ConnectionRefusedError")]
+    rows = _document(ServeBenchOptions(), {}, timed)["requests"]
+    assert [(row["sent"], row["arrivals"]) for row in rows] == [(0.0, [0.5]), (None, [])]
 
 
 def test_times_are_those_of_vllm():

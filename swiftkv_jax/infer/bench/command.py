@@ -196,7 +196,9 @@ def _report(options: BenchOptions, document: dict[str, Any], roofline: Roofline)
 
 
 def _plain(value: Any) -> Any:
-    """`value` as JSON can hold it: infinities and paths become strings."""
+    """`value` as JSON can hold it: infinities and paths become strings, dataclasses objects."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
     if isinstance(value, dict):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

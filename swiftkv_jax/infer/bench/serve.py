@@ -9,8 +9,6 @@ import itertools
 import logging
 import math
 import random
-import shlex
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from http.client import HTTPException
@@ -20,8 +18,9 @@ from typing import Any
 from ...cli import ERROR, OK
 from ...cli.fields import check_minimums, given
 from ...errors import DataError, UsageError
-from ...process.files import write_json
+from ...process.files import check_absent, write_json
 from ...process.jsonl import parse_object, read_lines
+from ...process.provenance import command
 from .cells import TIMES, Timed, arrival_times, spread, times_of
 from .http_client import Client
 from .serve_arguments import ServeBenchOptions
@@ -34,6 +33,7 @@ MAX_CPU_SHARE = 0.6
 def main(args: argparse.Namespace) -> int:
     options = ServeBenchOptions(**given(ServeBenchOptions, args))
     check_minimums(options)
+    check_absent("`output`", options.output)
     for name in ("request_rate", "burstiness"):
         if not getattr(options, name) > 0:
             raise UsageError(f"`{name}`={getattr(options, name)} must be above 0")
@@ -180,10 +180,10 @@ def _document(
     del recorded["api_key"], recorded["output"]
     if options.dataset is not None:
         recorded["dataset"] = str(options.dataset)
-    begin = min((one.sent for one in timed), default=0.0)
+    begin = min((one.sent for one in timed if one.sent), default=0.0)
     rows = [
         {
-            "sent": one.sent - begin,
+            "sent": one.sent - begin if one.sent else None,  # None: there was no connection
             "arrivals": [at - begin for at in one.arrivals],
             "tokens": one.num_tokens,
             "error": one.error,
@@ -192,7 +192,7 @@ def _document(
     ]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "swiftkv_jax.infer", *sys.argv[1:]]),
+        "command": command(secret="--api-key"),
         "options": recorded,
         **result,
         "requests": rows,

@@ -134,6 +134,12 @@ def test_flags_that_make_no_sense(flags, capsys):
         main(["bench", *flags.split()])
 
 
+def test_all_options_are_written():
+    args = parser("bench").parse_args(["decode", "--speculative-config", "{}", "-o", "out.json"])
+    found = json.loads(json.dumps(command._plain(vars(args))))
+    assert found["speculative"]["prompt_lookup_min"] == 2 and found["output"] == "out.json"
+
+
 def test_both_variants_in_one_run(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "measure_roofline", lambda dtype, devices: ROOFLINE)
     (tmp_path / "config.json").write_text(json.dumps(config_to_hf(CONFIG.cut(2))))
