@@ -91,7 +91,7 @@ def main(args: argparse.Namespace) -> int:
     settings = {}
     if file is not None:
         settings = output_settings(
-            "generate", work.input_digest, model, model_options, engine_fields
+            "generate", work.input_digest, model, model_options, engine_fields, template
         )
         settings["sampling"] = dataclasses.asdict(params)
         if file.complete:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ...checkpoints.gguf.file import shards
 from ...cli.model_options import ModelOptions
 from ...errors import DataError, UsageError
 from ...model.model import Model
@@ -29,13 +30,27 @@ _SAMPLE_BYTES = 1 << 16
 long as loading it."""
 
 
+_ENGINE_FIELDS = (
+    *("kv_cache_dtype", "max_model_len", "generated_kv", "exact_tail"),
+    "quantize_activations",
+)
+"""Fields of `EngineOptions` that change a row."""
+_UNPRINTED = ("input", "model", "chat_template")
+"""Settings that are digests."""
+
+
 def checkpoint_digest(path: Path) -> str:
-    """SHA-256 of the names, sizes and parts of a checkpoint's files. Other weights of the same
-    shape differ everywhere, so parts are enough."""
+    """SHA-256 of the names, sizes and parts of the files of a checkpoint, a folder or a GGUF file
+    with the others of its model. Other weights of the same shape differ everywhere, so parts are
+    enough."""
     digest = hashlib.sha256()
-    for file in sorted(file for file in path.rglob("*") if file.is_file()):
+    if path.is_file():
+        folder, files = path.parent, shards(path)
+    else:
+        folder, files = path, sorted(file for file in path.rglob("*") if file.is_file())
+    for file in files:
         size = file.stat().st_size
-        digest.update(f"{file.relative_to(path)} {size}\n".encode())
+        digest.update(f"{file.relative_to(folder)} {size}\n".encode())
         with file.open("rb") as content:
             for start in sorted(
                 {max(0, size - _SAMPLE_BYTES) * part // (_SAMPLES - 1) for part in range(_SAMPLES)}
@@ -51,9 +66,11 @@ def output_settings(
     model: Model,
     model_options: ModelOptions,
     engine_fields: Mapping[str, Any],
+    template: str | None = None,
 ) -> dict[str, Any]:
     """Everything but the sampling that changes what a row becomes, as JSON. `engine_fields` are
-    those of `EngineOptions` for which there was a flag."""
+    those of `EngineOptions` for which there was a flag, and `template` is the chat template in the
+    place of the checkpoint's."""
     paths = [model_options.path, *filter(None, [model_options.adapter_path])]
     return {
         "command": command,
@@ -62,9 +79,8 @@ def output_settings(
         "swiftkv": model.uses_swiftkv(model_options.uses_swiftkv),
         "dtype": str(model.dtype),
         "quantization": model_options.quantization,
-        "kv_cache_dtype": engine_fields.get("kv_cache_dtype"),
-        "max_model_len": engine_fields.get("max_model_len"),
-    }
+        "chat_template": template and hashlib.sha256(template.encode()).hexdigest(),
+    } | {name: engine_fields.get(name) for name in _ENGINE_FIELDS}
 
 
 class OutputFile:
@@ -140,7 +156,7 @@ class OutputFile:
         for name in [*written, *now]:
             if written.get(name) != now.get(name):
                 values = ""
-                if name not in ("input", "model"):
+                if name not in _UNPRINTED:
                     values = f": {written.get(name)!r} then, {now.get(name)!r} now"
                 raise UsageError(
                     f"`resume`: {path} was written with another {name}{values}; use the same, or "

@@ -138,6 +138,14 @@ def test_a_digest_of_a_checkpoint_sees_other_weights(tmp_path):
     assert checkpoint_digest(tmp_path) == before != other
     (tmp_path / "config.json").write_text("{}")
     assert checkpoint_digest(tmp_path) != before
+    parts = [tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for part in parts:
+        part.write_bytes(bytes(content))
+    before = checkpoint_digest(parts[0])
+    for part in parts:
+        part.write_bytes(os.urandom(len(content)))
+        assert checkpoint_digest(parts[0]) != before
+        before = checkpoint_digest(parts[0])
 
 
 def test_an_interrupted_run_says_how_to_go_on(checkpoint, run, tmp_path, capsys, monkeypatch):
@@ -175,6 +183,10 @@ def test_resuming_what_is_complete(checkpoint, run, tmp_path, capsys):
     assert "is complete: 2 rows, 1 failed" in capsys.readouterr().err
     assert run(*flags, "--resume", "--seed", 4) == 2
     assert "out.jsonl was written with another sampling" in capsys.readouterr().err
+    for other in ("--chat-template plain", "--generated-kv own", "--quantize-activations"):
+        assert run(*flags, "--resume", *other.split()) == 2
+        name = other.split()[0][2:].replace("-", "_")
+        assert f"out.jsonl was written with another {name}" in capsys.readouterr().err
     assert run("score", "-m", checkpoint, "-i", rows, "-o", out, "--resume") == 2
     with rows.open("a") as file:
         file.write('\n{"prompt": "b"}\n')
