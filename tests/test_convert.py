@@ -39,6 +39,7 @@ def orbax(tmp_path_factory) -> Path:
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.save(str(source / "tokenizer.json"))
     fields = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[UNK]"}
+    fields["eos_token"] = "[UNK]"  # not one that a config states
     (source / "tokenizer_config.json").write_text(json.dumps(fields))
     assert main(["hf2orbax", str(source), str(folder / "orbax"), "--mesh", "2x2"]) == 0
     return folder / "orbax"
@@ -53,7 +54,8 @@ def test_there_and_back_is_bit_exact(orbax, tmp_path, capsys):
         written, given = (json.loads((at / name).read_text()) for at in (tmp_path / "hf", source))
         assert written == given
     for path in (source, orbax, tmp_path / "hf"):
-        assert load(path).tokenizer.encode("b a z") == [1, 0, 2]
+        model = load(path)
+        assert model.tokenizer.encode("b a z") == [1, 0, 2] and model.eos_token_ids == (1, 2)
         assert (path / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     captured = capsys.readouterr()
     assert captured.out == captured.err == ""
@@ -103,12 +105,13 @@ def test_formats(orbax, tmp_path, format, count):
 
 @pytest.mark.parametrize("kind", ["Hugging Face", "Orbax"])
 def test_inspect(orbax, kind, capsys):
-    path, digests, tokenizer = {
-        "Hugging Face": (TIED, "no", "no"),
-        "Orbax": (orbax, "yes", "yes"),
+    path, digests, tokenizer, ends = {
+        "Hugging Face": (TIED, "no", "no", "1"),
+        "Orbax": (orbax, "yes", "yes", "1, 2"),
     }[kind]
     assert main(["inspect", str(path)]) == 0
     out = capsys.readouterr().out.replace("KV bytes per token", "KV_bytes")
+    out = out.replace("end tokens", "end_tokens")
     facts = dict(line.split(maxsplit=1) for line in out.splitlines())
     size = sum(len(t[2]) for t in tensors(TIED).values())
     trained = 64 + 4 * 64 * 64 + 2 * 2 * 32 * 64
@@ -116,6 +119,7 @@ def test_inspect(orbax, kind, capsys):
         "kind": kind,
         "digests": digests,
         "tokenizer": tokenizer,
+        "end_tokens": ends,
         "num_key_value_layers": "4",
         "key_value_group_size": "2",
         "dtype": "float32",

@@ -9,6 +9,7 @@ Reading and writing go leaf by leaf (`source`), names are strict (`tensor_map`, 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from ..errors import CheckpointError
 from ..model.config import Config
 from ..model.model import AuxiliaryFiles, Model
 from . import foreign, source
-from .auxiliary import load_tokenizer, read_auxiliary_files
+from .auxiliary import end_tokens, load_tokenizer, read_auxiliary_files
 from .gguf.file import is_gguf
 from .gguf.read import gguf_files, open_gguf
 from .hf_read import open_hf
@@ -48,6 +49,8 @@ def load(
         opened = with_adapter(opened, Path(adapter))
     assert opened.path is not None
     tokenizer = load_tokenizer(opened.path, opened.auxiliary_files)
+    ends = end_tokens(opened.eos_token_ids, tokenizer, opened.config.vocab_size)
+    opened = dataclasses.replace(opened, eos_token_ids=ends)
     return source.load(
         opened, dtype=dtype, mesh=mesh, tokenizer=tokenizer, quantization=quantization
     )

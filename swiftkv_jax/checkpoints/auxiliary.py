@@ -43,8 +43,9 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 def read_auxiliary_files(path: Path) -> tuple[Config, AuxiliaryFiles, tuple[int, ...]]:
-    """config.json, the other side files, and the tokens that end a generation. If the model wraps a
-    text model, config.json is that of the text model alone; this is logged.
+    """config.json, the other side files, and the tokens that they state to end a generation
+    (`end_tokens` has all). If the model wraps a text model, config.json is that of the text model
+    alone; this is logged.
 
     Raises `ConfigError` naming config.json if it is malformed or not supported, `CheckpointError`
     for other files.
@@ -161,6 +162,15 @@ def load_tokenizer(path: Path, auxiliary_files: AuxiliaryFiles) -> Any:
     except Exception as error:  # whatever the files make transformers and tokenizers raise
         reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(f"{path}: the tokenizer cannot be loaded ({reason})") from None
+
+
+def end_tokens(stated: tuple[int, ...], tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
+    """The tokens that end a generation: those `stated` by the configs, and the tokenizer's own,
+    which is the only one that some fine-tunes change. One that the model lacks ends nothing."""
+    own = getattr(tokenizer, "eos_token_id", None)
+    if own is None or own in stated or own >= vocab_size:
+        return stated
+    return (*stated, own)
 
 
 def read_json(file: Path, error_type: type[CheckpointError] = CheckpointError) -> dict[str, Any]:

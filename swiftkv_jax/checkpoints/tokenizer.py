@@ -165,13 +165,14 @@ def _missing(
 def has_chat_template(contents: Mapping[str, bytes]) -> bool:
     """Whether the tokenizer's files, name -> content, have a chat template. Builds no tokenizer.
     Raises `CheckpointError` for a file that is no JSON."""
-    return "chat_template.json" in contents or bool(_chat_template(_settings(contents), contents))
+    return bool(_chat_template(_settings(contents), contents))
 
 
 def _chat_template(
     settings: Mapping[str, Any], contents: Mapping[str, bytes]
 ) -> str | dict[str, str] | None:
-    """The chat template, or name -> template. Files go before tokenizer_config.json."""
+    """The chat template, or name -> template. Files go before tokenizer_config.json, but for
+    chat_template.json, which processors of images wrote, and which has the template alone."""
     found = {
         Path(name).stem: content.decode()
         for name, content in contents.items()
@@ -181,6 +182,8 @@ def _chat_template(
         found["default"] = contents["chat_template.jinja"].decode()
     if not found:
         stated = settings.get("chat_template")
+        if stated is None:
+            stated = _json(contents, "chat_template.json").get("chat_template")
         if not isinstance(stated, list):
             return stated
         found = {template["name"]: template["template"] for template in stated}

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from .. import cli
 from ..checkpoints import kind_of, open_any, orbax_io
-from ..checkpoints.auxiliary import has_tokenizer
+from ..checkpoints.auxiliary import end_tokens, has_tokenizer, load_tokenizer
 from ..checkpoints.gguf.file import shards
 from ..checkpoints.gguf.read import stored_types
 from ..checkpoints.hf_read import delta_config, open_delta
@@ -180,7 +180,7 @@ def _facts(opened: Source, kind: str) -> list[tuple[str, str]]:
         ("bytes", f"{num_bytes:,}"),
         ("dtype", ", ".join(dtypes)),
         ("KV bytes per token", f"{teacher:,} teacher"),
-        ("end tokens", ", ".join(map(str, opened.eos_token_ids)) or "none"),
+        ("end tokens", ", ".join(map(str, _end_tokens(opened))) or "none"),
         ("tokenizer", _yes(has_tokenizer(opened.auxiliary_files))),
         ("digests", _yes(opened.digests)),
     ]
@@ -200,6 +200,12 @@ def _facts(opened: Source, kind: str) -> list[tuple[str, str]]:
         row = [name for name, _ in facts].index("KV bytes per token")
         facts[row] = ("KV bytes per token", found)
     return facts
+
+
+def _end_tokens(opened: Source) -> tuple[int, ...]:
+    assert opened.path is not None
+    tokenizer = load_tokenizer(opened.path, opened.auxiliary_files)
+    return end_tokens(opened.eos_token_ids, tokenizer, opened.config.vocab_size)
 
 
 def _num_bytes(opened: Source, leaf: MappedLeaf) -> int:

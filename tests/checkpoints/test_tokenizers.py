@@ -3,6 +3,7 @@ and out of this package."""
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors.numpy import save_file
@@ -18,7 +19,7 @@ from tokenizers import (
 )
 
 import swiftkv_jax as skv
-from swiftkv_jax.checkpoints.auxiliary import load_tokenizer, read_auxiliary_files
+from swiftkv_jax.checkpoints.auxiliary import end_tokens, load_tokenizer, read_auxiliary_files
 from swiftkv_jax.infer.text import TextStream
 from swiftkv_jax.train.data.prepare import tokenizer_fingerprint
 from tests import tiny
@@ -209,6 +210,7 @@ def test_copies_and_students_have_the_tokenizer_of_their_base(tmp_path, backends
     skv.save_hf(student, tmp_path / "delta", format="delta")
     skv.save(student, tmp_path / "student")
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "llama"
+    assert base.eos_token_ids == student.eos_token_ids == (2,)  # no config states one
     begin = [1] if "add_bos_token" in settings else []
     for copy in ("base", "orbax", "hf", "delta", "student"):
         tokenizer = read(tmp_path / copy)
@@ -251,6 +253,15 @@ def test_special_and_added_tokens_are_those_of_tokenizer_config(tmp_path, backen
     assert {"<pad>", "<image>", "<extra>"} <= added.keys() and "<|im_end|>" in added
     decoded = tokenizer.decode([size, size + 1, added["<pad>"]], skip_special_tokens=True)
     assert decoded == "<one>"
+
+
+@pytest.mark.parametrize(
+    ("stated", "own", "expected"),
+    [((), 2, (2,)), ((1, 2), 2, (1, 2)), ((1,), None, (1,)), ((1,), 61, (1,))],
+)
+def test_the_tokenizers_end_token_is_one_that_the_model_has(stated, own, expected):
+    assert end_tokens(stated, SimpleNamespace(eos_token_id=own), vocab_size=61) == expected
+    assert end_tokens(stated, None, vocab_size=61) == stated
 
 
 def test_older_files_of_tokens(tmp_path, backends):
@@ -299,6 +310,8 @@ def test_a_tokenizer_file_alone(tmp_path, backends):
 def test_chat_templates(tmp_path, backends, settings, expected):
     folder = write(tmp_path, backends["bytes"], **settings)
     assert read(folder).chat_template == expected
+    (folder / "chat_template.json").write_text('{"chat_template": "processor"}')
+    assert read(folder).chat_template == (expected or "processor")
     (folder / "chat_template.jinja").write_text("file")
     assert read(folder).chat_template == "file"
 
