@@ -15,7 +15,7 @@ from ..model.config import MAX_LAYERS, Config
 from ..model.cut import CUT_FIELDS
 from .families import FAMILIES, WRAPPED
 from .families.fields import Family, Fields, Kind, agreed, check_kind, shown, unknown_field
-from .families.layers import check_spellings
+from .families.layers import ORIGINAL, check_spellings
 from .quantized.config import read_quantization_config
 
 SWIFTKV = "_swiftkv"
@@ -186,17 +186,40 @@ def config_from_hf(hf: Fields) -> Config:
             f"num_layers={shown(hf['num_hidden_layers'])} must be from 1 to {MAX_LAYERS} "
             f"(num_hidden_layers)"
         )
+    config = _config_of(hf, name)
+    if further := _yarn_positions(config):
+        config = _config_of(hf | further, name)
+    return config
+
+
+def _config_of(hf: Fields, name: str) -> Config:
+    """The config of the family `name`, whose fields are checked and have their defaults."""
+    family = FAMILIES[name]
     stated = {ours: hf[theirs] for theirs, ours in _NAMES.items() if hf.get(theirs) is not None}
     stated |= {
         "mlp_dim": hf[family.mlp_dim],
-        "num_kv_heads": hf.get("num_key_value_heads") or heads,
-        "head_dim": hf.get("head_dim") or width // heads,
+        "num_kv_heads": hf.get("num_key_value_heads") or hf["num_attention_heads"],
+        "head_dim": hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
         "shared_kv_heads": _shared_kv_heads(hf.get("shared_kv_heads")),
         "family": name,
     }
     given = {field: hf.get(field) for field in CUT_FIELDS}
     stated |= {field: value for field, value in given.items() if value not in (None, 0)}
     return Config(**stated | family.read(hf))
+
+
+def _yarn_positions(config: Config) -> dict[str, int]:
+    """Fields with all positions that YaRN gives a model, where its file has it switched on beside
+    the `max_position_embeddings` that it extends, as Qwen's model cards say. As in vLLM, Gemma 3's
+    field counts them already."""
+    for rope in config.ropes:
+        if rope.scaling is None or rope.scaling.rope_type != "yarn":
+            continue
+        original = rope.scaling.original_max_position_embeddings
+        longest = int(original * rope.scaling.factor)
+        if longest > config.max_position_embeddings and config.family != "gemma3_text":
+            return {ORIGINAL: original, "max_position_embeddings": longest}
+    return {}
 
 
 def _check_fields(hf: Fields, used: Fields, family: Family) -> None:

@@ -59,7 +59,7 @@ class Source:
     reader: Reader
     auxiliary_files: AuxiliaryFiles
     eos_token_ids: tuple[int, ...]
-    """As the configs state them; `auxiliary.end_tokens` adds the tokenizer's."""
+    """End tokens that the configs state; `auxiliary.end_tokens` adds the tokenizer's."""
     path: Path | None = None
     """None for a model in memory."""
     digests: bool = False

@@ -246,6 +246,49 @@ def test_yarn_of_nous(fields):
         read("llama", {"rope_scaling": scaling | {"finetuned": 1}})
 
 
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+PLAIN = {"rope_type": "default", "rope_theta": 5e5}
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "positions"),
+    [
+        ("qwen2", {"rope_scaling": YARN}, 256),
+        ("qwen3", {"rope_scaling": YARN, "max_position_embeddings": 80}, 256),
+        ("qwen3", {"rope_scaling": YARN, "max_position_embeddings": 512}, 512),
+        ("qwen3", {"rope_parameters": YARN | {"rope_theta": 1e6}}, 256),
+        ("glm4", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 256),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 64),
+        ("mistral", {"rope_scaling": YARN, "sliding_window": 100}, 256),
+        (
+            "olmo3",
+            {
+                "rope_parameters": {
+                    "full_attention": {"type": "yarn", "factor": 4.0, "rope_theta": 5e5},
+                    "sliding_attention": PLAIN,
+                }
+            },
+            256,
+        ),
+        (
+            "gemma3_text",
+            {"rope_scaling": YARN, "layer_types": ["sliding_attention", "full_attention"] * 2},
+            64,
+        ),
+    ],
+)
+def test_yarn_gives_the_positions_that_it_reaches(family, fields, positions):
+    config = read(family, fields)
+    scaling = next(rope.scaling for rope in config.ropes if rope.scaling is not None)
+    assert config.max_position_embeddings == positions
+    assert scaling.factor == 4.0
+    assert scaling.original_max_position_embeddings == 64 or scaling.rope_type == "linear"
+    if family == "mistral":  # a window that hides something beyond the stated positions only
+        assert config.kinds[0].window == 100
+    for written in (config, config.cut(2)):
+        assert config_from_hf(config_to_hf(written)) == written
+
+
 @pytest.mark.parametrize("spelling", ["type", "rope_type"])
 @pytest.mark.parametrize("original", [None, 64, 128])
 def test_dynamic_is_the_identity_up_to_the_models_positions(spelling, original):

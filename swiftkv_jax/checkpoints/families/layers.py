@@ -20,7 +20,7 @@ FULL = "full_attention"
 SLIDING = "sliding_attention"
 _LAYER_TYPES = (FULL, SLIDING)
 """Names of the kinds of layers in nested `rope_parameters` and in `layer_types`."""
-_ORIGINAL = "original_max_position_embeddings"
+ORIGINAL = "original_max_position_embeddings"
 
 # Kinds of layers --------------------------------------------------------------
 
@@ -121,18 +121,18 @@ _NEEDED: dict[RopeType | Literal["default", "dynamic"], set[str]] = {
     "linear": {"factor"},
     # Its frequencies change beyond max_position_embeddings only, which no text here reaches.
     "dynamic": {"factor"},
-    "llama3": {"factor", "low_freq_factor", "high_freq_factor", _ORIGINAL},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", ORIGINAL},
     "yarn": {"factor"},
     "longrope": {"short_factor", "long_factor"},
 }
 _ALLOWED: dict[str, set[str]] = {
-    "dynamic": {_ORIGINAL},
+    "dynamic": {ORIGINAL},
     "yarn": {
-        _ORIGINAL,
+        ORIGINAL,
         *"attention_factor beta_fast beta_slow truncate mscale mscale_all_dim".split(),
         "finetuned",  # of Nous' files: how the model was trained
     },
-    "longrope": {"factor", _ORIGINAL, "attention_factor"},
+    "longrope": {"factor", ORIGINAL, "attention_factor"},
 }
 
 
@@ -167,7 +167,7 @@ def _two_ropes(hf: Fields) -> tuple[Rope, Rope]:
         rope = read_object(field, nested.get(kind))
         if kind == FULL:
             _check_alike(hf.get("rope_scaling"), rope, field)
-        beside = {"max_position_embeddings": hf["max_position_embeddings"]}
+        beside = {name: hf.get(name) for name in ("max_position_embeddings", ORIGINAL)}
         return _rope(beside, field, rope, theta, False)
 
     return of_type(FULL, theta), of_type(SLIDING, local_theta)
@@ -185,7 +185,7 @@ def check_spellings(hf: Fields) -> None:
         local = read_object(field, nested.get(SLIDING)).get("rope_theta")
         name = "rope_local_base_freq"
         agreed({name: hf.get(name), f"{field}: rope_theta": local})
-    for name in ("rope_theta", "partial_rotary_factor", _ORIGINAL):
+    for name in ("rope_theta", "partial_rotary_factor", ORIGINAL):
         stated = {name: hf.get(name)}
         for field, rope in places.items():
             stated[f"{field}: {name}"] = read_object(field, rope).get(name)
@@ -239,21 +239,19 @@ def _rope(hf: Fields, field: str, fields: Fields, theta: float, partial: bool) -
     if kind == "linear" or kind == "llama3":
         return Rope(theta, RopeScaling(rope_type=kind, **fields), fraction)
     longest = hf.get("max_position_embeddings")
-    original = agreed(
-        {_ORIGINAL: hf.get(_ORIGINAL), f"{field}: {_ORIGINAL}": fields.get(_ORIGINAL)}
-    )
+    original = agreed({ORIGINAL: hf.get(ORIGINAL), f"{field}: {ORIGINAL}": fields.get(ORIGINAL)})
     if kind == "dynamic":  # the unscaled frequencies at all positions of the model
         if original is not None and longest is not None and original < longest:
             raise ConfigError(
                 f"{field}: rope_type='dynamic' is supported up to the positions that need no "
-                f"scaling: set max_position_embeddings={longest} to {_ORIGINAL}={original}"
+                f"scaling: set max_position_embeddings={longest} to {ORIGINAL}={original}"
             )
         return Rope(theta, None, fraction)
     original = longest if original is None else original
     if original is None:
-        raise ConfigError(f"{field}: rope_type={kind!r} needs {_ORIGINAL}")
-    if check_integer(_ORIGINAL, original) <= 1:
-        raise ConfigError(f"{_ORIGINAL}={original!r} must be above 1")
+        raise ConfigError(f"{field}: rope_type={kind!r} needs {ORIGINAL}")
+    if check_integer(ORIGINAL, original) <= 1:
+        raise ConfigError(f"{ORIGINAL}={original!r} must be above 1")
     resolve = {"yarn": _yarn, "longrope": _longrope}[kind]
     return Rope(theta, resolve(fields, longest, original), fraction)
 
@@ -282,7 +280,7 @@ def _check_field(field: str, name: str, value: Any, needed: bool) -> None:
             raise ConfigError(f"{field}: {name}={shown(value)} must be a list")
         for entry in value:
             check_number(f"{field}: {name}: entry", entry)
-    elif name == _ORIGINAL:
+    elif name == ORIGINAL:
         check_integer(f"{field}: {name}", value)
     # transformers takes a 0 of these two for null.
     elif name not in ("mscale", "mscale_all_dim") or type(value) not in (int, float) or value:
