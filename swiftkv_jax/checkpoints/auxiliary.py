@@ -22,7 +22,7 @@ from .foreign import check_no_pointer
 from .hf_config import config_from_hf, config_to_hf, is_wrapped, text_fields
 from .quantized.compressed_tensors import quantization_config
 from .quantized.config import read_quantization_config
-from .tokenizer import TEMPLATES, read_tokenizer
+from .tokenizer import TEMPLATES, corrected, read_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,8 @@ def read_auxiliary_files(path: Path) -> tuple[Config, AuxiliaryFiles, tuple[int,
     contents = {name: (path / name).read_bytes() for name in names if (path / name).is_file()}
     for name, content in contents.items():
         check_no_pointer(path / name, content)
+    if hf_config["model_type"] == "mistral" and "tokenizer.json" in contents:
+        contents["tokenizer.json"] = corrected(path, contents["tokenizer.json"])
     eos = None
     if GENERATION_CONFIG in contents:
         eos = read_json(path / GENERATION_CONFIG).get("eos_token_id")

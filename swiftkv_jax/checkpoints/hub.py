@@ -25,7 +25,7 @@ from .gguf.file import is_later_part, is_model_name, shards
 from .hf_write import INDEX, SINGLE_FILE
 from .peft import WEIGHTS as ADAPTER_WEIGHTS
 from .quantized.config import MODELOPT
-from .tokenizer import TEMPLATES
+from .tokenizer import TEKKEN, TEMPLATES
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ _SIDE_FILES = (
     "config.json",
     GENERATION_CONFIG,
     *TOKENIZER_FILES,
+    TEKKEN,
     f"{TEMPLATES}/*.jinja",
     INDEX,
     # Of an adapter; beside a model they are not read.

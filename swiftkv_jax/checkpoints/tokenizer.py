@@ -11,19 +11,27 @@ transformers (`tokenization_utils_base.py`).
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..text.special_tokens import ids_around
+from .gguf.tokenizer import TEKKEN as TEKKEN_PATTERN
+from .gguf.tokenizer import THREE_DIGITS
 from .spm_file import ModelFile, read_model_file
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
 
+logger = logging.getLogger(__name__)
+
 TEMPLATES = "additional_chat_templates"
 """Folder of chat templates beside the default one: `NAME.jinja`."""
+TEKKEN = "tekken.json"
+"""Mistral's own tokenizer, which is not read: it says how texts are split (`corrected`)."""
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 _NAMED += ("mask_token",)
@@ -79,6 +87,49 @@ def _source(file: Path, content: bytes) -> dict[str, Any]:
     from tokenizers import Tokenizer
 
     return {"tokenizer_object": Tokenizer.from_str(content.decode())}
+
+
+def corrected(path: Path, content: bytes) -> bytes:
+    """The content of the tokenizer.json of a Mistral model at `path`. Mistral Small 3.1 and others
+    were converted with Llama 3's pattern in the place of Tekken's, and split texts otherwise than
+    in training. Corrected as by transformers' `fix_mistral_regex`, but only where a tekken.json
+    tells that the model has Tekken's; elsewhere there is a warning."""
+    if b"{1,3}" not in content:
+        return content
+    found = _with_tekkens_pattern(content)
+    if found is None:
+        return content
+    if (path / TEKKEN).is_file():
+        return found
+    _warn_of_pattern(path)
+    return content
+
+
+@functools.lru_cache(maxsize=1)
+def _with_tekkens_pattern(content: bytes) -> bytes | None:
+    """A tokenizer.json with Tekken's pattern in the place of Llama 3's; None if it does not split
+    by that first. Kept for the next time that a command opens its model: the file is large."""
+    try:
+        stored = json.loads(content)
+        step = stored["pre_tokenizer"]
+        step = step.get("pretokenizers", [step])[0]
+        if step["pattern"]["Regex"] != THREE_DIGITS:
+            return None
+    except (LookupError, TypeError, AttributeError, ValueError, RecursionError):
+        return None  # damage is found where the tokenizer is built
+    step["pattern"] = {"Regex": TEKKEN_PATTERN}
+    return json.dumps(stored, ensure_ascii=False).encode()
+
+
+@functools.cache
+def _warn_of_pattern(path: Path) -> None:
+    """Warn of token ids that may be wrong, once per directory."""
+    logger.warning(
+        "%s: tokenizer.json splits texts as Llama 3 does. Mistral's models of 2025 were published "
+        "with that mistake, which is corrected where their %s lies beside it: get that file",
+        path,
+        TEKKEN,
+    )
 
 
 def _settings(contents: Mapping[str, bytes]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 from tokenizers import (
     AddedToken,
+    Regex,
     Tokenizer,
     decoders,
     models,
@@ -20,6 +21,7 @@ from tokenizers import (
 
 import swiftkv_jax as skv
 from swiftkv_jax.checkpoints.auxiliary import end_tokens, load_tokenizer, read_auxiliary_files
+from swiftkv_jax.checkpoints.gguf.tokenizer import TEKKEN, THREE_DIGITS
 from swiftkv_jax.infer.text import TextStream
 from swiftkv_jax.train.data.prepare import tokenizer_fingerprint
 from tests import tiny
@@ -314,6 +316,37 @@ def test_chat_templates(tmp_path, backends, settings, expected):
     assert read(folder).chat_template == (expected or "processor")
     (folder / "chat_template.jinja").write_text("file")
     assert read(folder).chat_template == "file"
+
+
+def split_as(pattern: str, backend: Tokenizer) -> Tokenizer:
+    tokenizer = Tokenizer.from_str(backend.to_str())
+    steps = [
+        pre_tokenizers.Split(Regex(pattern), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("model_type", "tekken", "corrected", "warnings"),
+    [("mistral", True, True, 0), ("mistral", False, False, 1), ("llama", True, False, 0)],
+)
+def test_mistrals_texts_are_split_as_tekken_does(
+    tmp_path, backends, caplog, model_type, tekken, corrected, warnings
+):
+    """Files of Mistral Small 3.1 have Llama 3's pattern. Exports are written from the contents."""
+    wrong, right = (split_as(pattern, backends["bytes"]) for pattern in (THREE_DIGITS, TEKKEN))
+    write(tmp_path, wrong, model_type)
+    if tekken:
+        (tmp_path / "tekken.json").write_text("{}")
+    text = "'main"
+    assert wrong.encode(text).ids != right.encode(text).ids
+    contents = read_auxiliary_files(tmp_path)[1].contents
+    expected = right if corrected else wrong
+    assert Tokenizer.from_str(contents["tokenizer.json"].decode()).to_str() == expected.to_str()
+    assert ids(read(tmp_path), text) == expected.encode(text).ids
+    assert caplog.text.count("as Llama 3 does") == warnings
 
 
 def test_no_truncation_and_no_padding(tmp_path, backends):

@@ -280,13 +280,13 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+"
-_THREE_DIGITS = rf"{_WORDS}|\p{{N}}{{1,3}}|{_TAIL}"
+THREE_DIGITS = rf"{_WORDS}|\p{{N}}{{1,3}}|{_TAIL}"
 _ONE_DIGIT = rf"{_WORDS}|\p{{N}}|{_TAIL}"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _BEFORE = r"[^\r\n\p{L}\p{N}]?"
 _PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_TEKKEN = rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}|{_PATHS}"
+TEKKEN = rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}|{_PATHS}"
 _GPT4O = (
     rf"{_BEFORE}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_BEFORE}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|"
     rf"\p{{N}}{{1,3}}|{_PATHS}"
@@ -320,8 +320,8 @@ class PreTokenizer:
         return pre_tokenizers.Sequence(steps), normalizers.NFC() if self.nfc else None
 
 
-_LLAMA3 = PreTokenizer((_THREE_DIGITS,), ignore_merges=True, add_bos=True)
-_CL100K = PreTokenizer((_THREE_DIGITS,))
+_LLAMA3 = PreTokenizer((THREE_DIGITS,), ignore_merges=True, add_bos=True)
+_CL100K = PreTokenizer((THREE_DIGITS,))
 _QWEN2 = PreTokenizer((_ONE_DIGIT,), nfc=True)
 _DIGITS = PreTokenizer((r"\p{N}", _GPT2))
 _PRE_TOKENIZERS = {
@@ -340,7 +340,7 @@ _PRE_TOKENIZERS = {
     "starcoder": _DIGITS,
     "gpt-2": PreTokenizer((_GPT2,)),
     "gpt-4o": PreTokenizer((_GPT4O,)),
-    "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
+    "tekken": PreTokenizer((TEKKEN,), ignore_merges=True, add_bos=True),
     "seed-coder": PreTokenizer((_SEED,)),
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
