@@ -29,6 +29,13 @@ def test_the_reference_has_every_field_and_its_default(of):
     ]
 
 
+@pytest.mark.parametrize("of", [infer.Request, infer.ScoreRequest, infer.RequestOutput])
+def test_the_reference_has_the_fields_of_requests_and_outputs(of):
+    (row,) = re.findall(rf"^\| `{of.__name__}` \| (.*) \|$", text_of(PYTHON), re.MULTILINE)
+    found = re.findall(r"`(\w+)`", re.sub(r"\(.*?\)", "", row))
+    assert found == [field.name for field in dataclasses.fields(of)]
+
+
 def test_the_reference_has_every_public_name():
     text = text_of(PYTHON)
     for name in (*skv.__all__, *infer.__all__):
