@@ -57,7 +57,7 @@ from swiftkv_jax.train.run.start import calibration_tokens
 
 from .real import corpus, generations, parts, table
 from .real.__main__ import add_flags, name_of, settings_of
-from .real.cells import PROGRAMS, WITH_NEURONS, Cell, Program, program_of
+from .real.cells import NAMES, SERVED, Cell, Program, program_of
 from .real.measure import Bench
 from .real.results import Results
 
@@ -97,8 +97,10 @@ class Plan:
     def cells(self, num_layers: int, program: Program, restated_share: float = 0.0) -> list[Cell]:
         """The students; tokens are rounded to whole steps."""
         per_step = self.batch_size * self.max_length
+        own, boundary = SERVED
+        served = boundary if program.key_value_group_size else own  # as `swiftkv train` takes them
         return [
-            Cell(cut, program.at(num_layers - cut), "own", 64, steps * per_step, restated_share)
+            Cell(cut, program.at(num_layers - cut), *served, steps * per_step, restated_share)
             for cut, tokens in ((round(num_layers * share), tokens) for share, tokens in self.runs)
             for steps in [max(1, round(tokens / per_step))]
         ]
@@ -158,7 +160,7 @@ def main(argv: list[str] | None = None) -> int:
     flag("--model", required=True, help="folder, GGUF file or folder of parts")
     flag(
         "--program",
-        choices=[*PROGRAMS, *WITH_NEURONS],
+        choices=NAMES,
         default="tap",
         help="(default: %(default)s)",
     )
