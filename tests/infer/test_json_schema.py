@@ -128,6 +128,52 @@ def test_numbers_that_are_no_keywords_are_left_alone():
         COMPILER.compile(StructuredOutputs(json=schema))
 
 
+@pytest.mark.parametrize("character", ["\0", "\x0b", "\x1b", "\x7f"])
+def test_control_characters_are_refused_by_name(character):
+    for schema in [*nested(f"a{character}b"), {"type": "string", "pattern": f"a{character}"}]:
+        with pytest.raises(UsageError, match="(const|enum|pattern)` in a schema: .* character"):
+            checked_schema(schema)
+
+
+def test_other_control_characters_come_out_exactly():
+    text = walk(StructuredOutputs(json={"const": "\b\f\n\r\t"}), 0)
+    assert text is not None and json.loads(text) == "\b\f\n\r\t"
+
+
+# Dialects -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "dialect",
+    [
+        *("http://json-schema.org/draft-04/schema#", "http://json-schema.org/draft-06/schema"),
+        *("https://json-schema.org/draft-07/schema#", "http://json-schema.org/draft-07/schema"),
+        *("http://json-schema.org/draft/2020-12/schema", "http://json-schema.org/schema#"),
+        *(
+            "https://json-schema.org/draft/2019-09/schema#",
+            "http://json-schema.org/draft-03/schema",
+        ),
+        *("https://spec.openapis.org/oas/3.1/dialect/base", ""),
+    ],
+)
+def test_dialects_in_all_spellings_are_taken(dialect):
+    inner = {"$schema": dialect, "$id": "https://example.com/a", "type": "integer"}
+    for schema in (inner, {"type": "array", "items": inner, "minItems": 1}):
+        COMPILER.compile(StructuredOutputs(json={"$schema": dialect} | schema))
+
+
+def test_a_dialect_in_the_other_scheme_is_followed():
+    """Items are a list before 2020-12, and no other item is a text then."""
+    items = {"type": "array", "items": [{"type": "integer"}], "additionalItems": False}
+    for scheme in ("http", "https"):
+        outputs = StructuredOutputs(
+            json=items | {"$schema": f"{scheme}://json-schema.org/draft-07/schema#"}
+        )
+        assert accepts(outputs, "[1]") and not accepts(outputs, "[1,2]")
+    schema = {"properties": {"$schema": {"type": "string"}}}
+    assert checked_schema(schema) == schema
+
+
 # Formats ------------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,8 @@
 """JSON schemas of clients, checked and made ready for llguidance.
 
 What it would change without a word is refused: it holds numbers in 64-bit floats, which not all
-integers fit, and reads some floats one unit off. What JSON Schema calls an annotation is left out.
+integers fit, reads some floats one unit off, and drops control characters. What JSON Schema calls
+an annotation is left out, and so are dialects that it does not know.
 """
 
 from __future__ import annotations
@@ -29,6 +30,20 @@ FORMATS = frozenset(
 )
 """Values of `format` that llguidance follows. By JSON Schema 2020-12 (Validation, 7.2.1) `format`
 is an annotation, and a value that is not known fails nothing."""
+_DIALECTS = {
+    uri.partition("://")[2]: uri
+    for uri in (
+        "http://json-schema.org/draft-04/schema",
+        "http://json-schema.org/draft-06/schema",
+        "http://json-schema.org/draft-07/schema",
+        "https://json-schema.org/draft/2019-09/schema",
+        "https://json-schema.org/draft/2020-12/schema",
+    )
+}
+"""URIs of the dialects that llguidance knows, by what stands behind their scheme: with the other
+one it looks for them elsewhere."""
+_DROPPED = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+"""Characters that llguidance drops from a text; it escapes \b, \f, \n, \r and \t."""
 _MAX_INTEGER = 2**62
 """llguidance computes limits of integers in 64 bits."""
 _LIMITS = "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"
@@ -50,7 +65,7 @@ _MANY_NAMES = re.compile(r"[*+{.]|(?<!\()\?|\\[A-Za-z]|\[\^|\[[^\]]*-|^.{65}")
 
 def checked_schema(schema: str | bool | Mapping[str, Any] | None) -> dict[str, Any]:
     """A JSON schema as an object, as llguidance is to get it. Raises `UsageError` for one that is
-    none, is too large, or has numbers that an answer would not have exactly."""
+    none, is too large, or has numbers or texts that an answer would not have exactly."""
     multiples: list[Any] = []
     made = _prepared(read_schema(schema), multiples)
     _check_multiples(multiples)
@@ -101,13 +116,17 @@ def _prepared(schema: Any, multiples: list[Any]) -> Any:
     pattern = schema.get("pattern")
     if isinstance(pattern, str) and len(pattern) > MAX_REGEX_LENGTH:
         raise UsageError(f"`pattern` in a schema has more than {MAX_REGEX_LENGTH} characters")
+    _check_text("pattern", pattern)
     multiples.append(schema.get("multipleOf"))
     _check_limits(schema)
     made = {}
     for keyword, value in schema.items():
         if keyword in _LITERALS:
             _check_literal(keyword, value)
-        if keyword in _LITERALS or keyword in _DATA:
+        if keyword == "$schema":
+            if (name := str(value).removesuffix("#").partition("://")[2]) in _DIALECTS:
+                made[keyword] = _DIALECTS[name]
+        elif keyword in _LITERALS or keyword in _DATA:
             made[keyword] = value
         elif keyword in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
             made[keyword] = {name: _prepared(one, multiples) for name, one in value.items()}
@@ -169,17 +188,27 @@ def _first_match(pattern: str, names: Mapping[str, Any]) -> str | None:
     return next((name for name in names if compiled.search(name)), None)
 
 
-# Numbers ------------------------------------------------------------------------------------------
+# Texts and numbers --------------------------------------------------------------------------------
 
 
 def _check_literal(keyword: str, value: Any) -> None:
-    """Raise `UsageError` for a number that an answer would not have exactly."""
+    """Raise `UsageError` for a number or a text that an answer would not have exactly."""
     level = [value]
     while level:
         for one in level:
+            _check_text(keyword, one)
             if type(one) in (int, float) and not _is_exact_literal(one):
                 raise _inexact(keyword, one, "a text instead")
         level = [each for one in level for each in _parts(one)]
+
+
+def _check_text(keyword: str, value: Any) -> None:
+    """Raise `UsageError` for a text with characters that an answer would lack."""
+    if isinstance(value, str) and (found := _DROPPED.search(value)):
+        raise UsageError(
+            f"`{keyword}` in a schema: grammars cannot hold the control character {found[0]!r}; "
+            f"leave it out"
+        )
 
 
 def _check_limits(schema: Mapping[str, Any]) -> None:
