@@ -137,6 +137,21 @@ def test_samples_and_tokens_count(start):
     running.check_empty()
 
 
+def test_cached_tokens_do_not_count(start):
+    running = start(max_num_queued_tokens=100, engine={"page_size": 4})
+    body = {"prompt": "a" * 80, "max_tokens": 2}
+    assert running.post("/v1/completions", body)[0] == 200
+    running.check_empty()
+    admission = running.app.service.admission
+    admission.add(60, 0, 0, "")  # those of prompts that wait
+    statuses = [
+        running.post("/v1/completions", body | {"prompt": first * 80 + "c"})[0] for first in "ab"
+    ]
+    admission.add(-60, 0, 0, "")
+    assert statuses == [200, 429]
+    running.check_empty()
+
+
 def test_a_key_has_its_own_limit(start):
     keys = {"a": "key-of-a-0", "b": "key-of-b-0"}
     running = start(api_keys=keys, max_reqs_per_key=2, **SLOW)

@@ -138,7 +138,7 @@ def receive(subscriber, *, seconds: float = 10.0) -> tuple[int, KVEventBatch]:
 
 
 def cached_hashes(running) -> set[int]:
-    (pool,) = running.app.service.engine._engine._pools
+    (pool,) = running.app.service.engine._engine.pools
     return {block_hash(key) for key in pool._page_of}
 
 

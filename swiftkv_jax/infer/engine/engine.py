@@ -68,11 +68,10 @@ class Engine[R: ModelRunnerBase]:
         self.max_model_len = options.max_model_len or config.max_position_embeddings
         model_runner.prepare()
         shapes = model_runner.shapes
-        self._pools = page_pools(config, shapes, options, model_runner)
+        self.pools = page_pools(config, shapes, options, model_runner)
+        """The pages of each data-parallel shard."""
         reserve = max(options.reserve_tokens, shapes.most_new_tokens)
-        self._scheduler = Scheduler(
-            self._pools, shapes, reserve_tokens=reserve, max_skips=max_skips
-        )
+        self._scheduler = Scheduler(self.pools, shapes, reserve_tokens=reserve, max_skips=max_skips)
         self._calls = DecodeCalls(model_runner, self._scheduler, options.speculative)
         self._requests: dict[int, RequestState] = {}
         self.adapters = Adapters(model_runner, self._requests)
@@ -124,7 +123,7 @@ class Engine[R: ModelRunnerBase]:
 
     def __repr__(self) -> str:
         slots, family = self.options.max_num_seqs, self.config.family
-        pages = f"{sum(pool.num_pages for pool in self._pools)} pages"
+        pages = f"{sum(pool.num_pages for pool in self.pools)} pages"
         return f"Engine({family}, {slots} sequences of {self.max_model_len} tokens, {pages})"
 
     @property
@@ -135,19 +134,19 @@ class Engine[R: ModelRunnerBase]:
     @property
     def prefix_stats(self) -> PrefixStats:
         """Counters of the prefix cache, summed over the data-parallel shards."""
-        return PrefixStats.total(pool.stats for pool in self._pools)
+        return PrefixStats.total(pool.stats for pool in self.pools)
 
     def reset_stats(self) -> None:
         """Set all counters to zero."""
         self.stats = Stats()
         self._scheduler.num_preemptions = self._scheduler.num_times_skipped = 0
-        for pool in self._pools:
+        for pool in self.pools:
             pool.stats = PrefixStats()
 
     def record_cache_events(self) -> CacheEvents:
         """Start recording what enters and leaves the prefix cache. Events are kept until the caller
         drains them."""
-        return record_events(self._pools)
+        return record_events(self.pools)
 
     def update_weights(self, model: Model, *, donate: bool = False) -> None:
         """Serve other values: `model` has the same config, shapes and dtypes as the one before.
@@ -159,19 +158,19 @@ class Engine[R: ModelRunnerBase]:
         if self.has_work:
             raise UsageError("requests run: end or abort them before the weights are updated")
         self.model_runner.update_weights(model, donate=donate)
-        for pool in self._pools:
+        for pool in self.pools:
             pool.clear()
 
     def persist_prefix_cache(self, seconds: float) -> None:
         """Write what the prefix cache holds to `EngineOptions.prefix_cache_dir`, in so many seconds
         at most; pages that are in use are left out."""
-        for pool in self._pools:
+        for pool in self.pools:
             pool.persist(seconds)
 
     @property
     def pages_in_use(self) -> int:
         """Pages that requests hold; 0 when all have ended."""
-        return sum(pool.used for pool in self._pools)
+        return sum(pool.used for pool in self.pools)
 
     @property
     def load(self) -> Load:
@@ -202,7 +201,7 @@ class Engine[R: ModelRunnerBase]:
         own, head = own_start(request, self.config), self.config.exact_head
         state = RequestState(next(self._ids), request, own, head)
         state.adapter = self.adapters.number_of(request.adapter)
-        check_fits(state, self._pools[0], self.model_runner.shapes)
+        check_fits(state, self.pools[0], self.model_runner.shapes)
         self._requests[state.request_id] = state
         self._scheduler.add(state)
         return state

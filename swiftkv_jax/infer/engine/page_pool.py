@@ -174,6 +174,13 @@ class PagePool:
         first = self.first_visible(length * self.page_size)
         return [RELEASED] * first + pages[first:length]
 
+    def num_cached(self, keys: Sequence[bytes]) -> int:
+        """Pages at the beginning of a prefix that the device or host memory has. Any thread may ask
+        while another changes the pool: keys are looked up, one at a time, and nothing else."""
+        host = () if self.host is None else self.host
+        found = itertools.takewhile(lambda key: key in self._page_of or key in host, keys)
+        return sum(1 for _ in found)
+
     def fetch(self, keys: Sequence[bytes], fetching: set[bytes] | None) -> set[bytes] | None:
         """Read into host memory what a prefix lacks there and on the device, as far as it is on
         disk. Returns the keys of pages that are still to be read, None if nothing could be begun

@@ -31,6 +31,7 @@ from ..text.reasoning import ReasoningParser, Start
 from ..text.token_text import WithSpecialTokens
 from ..text.tool_formats import ToolFormat
 from .answers import ChatWriter, CompletionWriter
+from .run import reserve
 
 
 def salt_of(app: App, exchange: HTTPExchange, cache_salt: str | None) -> str:
@@ -165,9 +166,9 @@ class _Asked[B: ChatBody | CompletionBody]:
     ) -> Generation:
         """Reserve what the parts cost. Scores of a prompt that is continued too are no sequences of
         their own. Raises `APIError` that names `param`."""
-        tokens = sum(len(part.prompt.token_ids) for part in parts)
         samples = sum(len(part.choices) for part in parts)
-        reservation.count(tokens, samples or max(len(parts), 1), param)
+        sequences = samples or max(len(parts), 1)
+        reserve(self.app, reservation, parts, sequences, param)
         generation = Generation(prompts, parts, reservation, self.exchange.arrival)
         generation.priority = self.priority
         return generation

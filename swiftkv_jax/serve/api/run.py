@@ -16,7 +16,7 @@ from ..errors import APIError, printable, request_timeout
 from ..http.exchange import KEEP_ALIVE, ClientGone, HTTPExchange, error_events
 from ..protocol import Body
 from ..service.admission import Reservation
-from ..service.generation import Generation
+from ..service.generation import EngineRequest, Generation
 
 
 class Writer:
@@ -89,6 +89,17 @@ async def run[B: Body](
             _log(exchange, generation)
             if app.options.log_requests:
                 exchange.log["prompt"] = _beginning(generation, app.options.max_log_len)
+
+
+def reserve(
+    app: App, reservation: Reservation, parts: list[EngineRequest], sequences: int, param: str
+) -> None:
+    """Reserve what the parts cost: of their prompts the tokens that are not cached now. Raises
+    `APIError` that names `param`."""
+    for part in parts:
+        cached = app.service.engine.num_cached_tokens(part.prompt.page_keys)
+        part.num_uncached_tokens = len(part.prompt.token_ids) - cached
+    reservation.count(sum(part.num_uncached_tokens for part in parts), sequences, param)
 
 
 @contextlib.asynccontextmanager

@@ -21,7 +21,7 @@ from ..service.admission import Reservation
 from ..service.generation import EngineRequest, Generation
 from ..text.prompts import Prompt
 from .generate import salt_of
-from .run import Writer, run
+from .run import Writer, reserve, run
 
 
 async def score(app: App, exchange: HTTPExchange) -> None:
@@ -37,7 +37,7 @@ async def _prepare(
 ) -> tuple[Generation, Writer]:
     parts = await _parts(app, exchange, body, exchange.num_bytes_in)
     prompts = [part.prompt for part in parts]
-    reservation.count(sum(len(prompt.token_ids) for prompt in prompts), len(parts), "pairs")
+    reserve(app, reservation, parts, len(parts), "pairs")
     writer = ScoreWriter(body.model or app.model_names[0], bool(body.top_logprobs))
     return Generation(prompts, parts, reservation, exchange.arrival), writer
 

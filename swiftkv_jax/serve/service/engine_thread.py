@@ -10,7 +10,7 @@ import concurrent.futures
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,6 +128,11 @@ class EngineThread:
         """`checks.most_new_tokens` of a prompt of so many tokens."""
         request = Request(range(prompt_tokens), params)
         return most_new_tokens(request, self._engine.config, self._engine.model_runner.shapes)
+
+    def num_cached_tokens(self, page_keys: Sequence[bytes]) -> int:
+        """Tokens at the beginning of a prompt that are cached now (`PagePool.num_cached`)."""
+        pools = self._engine.pools
+        return pools[0].page_size * max(pool.num_cached(page_keys) for pool in pools)
 
     def read_adapter(self, path: Path) -> Any:
         """`Adapters.read` of the engine."""

@@ -212,6 +212,8 @@ class EngineRequest:
     """Outputs of a `ScoreRequest`, one after the other."""
     engine_id: int = -1
     """Id in `EngineThread`; -1 before it is submitted."""
+    num_uncached_tokens: int = 0
+    """Tokens of the prompt that its reservation counts."""
     num_cached_tokens: int = 0
     is_prefilled: bool = False
     is_ended: bool = False
@@ -352,7 +354,7 @@ class Generation:
             return
         part.is_prefilled = True
         part.num_cached_tokens = event.num_cached_tokens
-        self.reservation.release_tokens(len(part.prompt.token_ids))
+        self.reservation.release_tokens(part.num_uncached_tokens)
         if not times.first_token:
             times.first_token = now
             timing = event.timing

@@ -67,8 +67,8 @@ def test_the_cache_can_be_followed(seed):
         engine.step()
         for event in events.take():
             follower.apply(event)
-        cached = {key for pool in engine._pools for key in pool._page_of}
-        cached.update(*(pool.host._slot_of for pool in engine._pools if pool.host))
+        cached = {key for pool in engine.pools for key in pool._page_of}
+        cached.update(*(pool.host._slot_of for pool in engine.pools if pool.host))
         assert follower.cached == cached
     assert not events.take()
     assert bool(engine.prefix_stats.evictions and follower.cached) == (seed != 5)

@@ -151,7 +151,7 @@ def test_at_random(tmp_path, monkeypatch, count, window):
             disk_pages=100,
             reserve_tokens=rng.choice([1, 5]),
         )
-        store, host = runner.host_pages.store, engine._pools[0].host
+        store, host = runner.host_pages.store, engine.pools[0].host
         assert store is not None and host is not None
         live: list[int] = []
         for _ in range(rng.randint(20, 100)):

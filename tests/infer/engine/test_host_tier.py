@@ -187,7 +187,7 @@ def test_a_prefix_that_was_evicted_is_found_and_answers_are_the_same():
     for _ in range(2):
         found = answers(engine, [ask(prompt) for prompt in prompts])
         assert found == {(row, 0): continuation(prompt, 8) for row, prompt in enumerate(prompts)}
-    stats, (pool,) = engine.prefix_stats, engine._pools
+    stats, (pool,) = engine.prefix_stats, engine.pools
     assert stats.evictions > 16 and stats.host_hits == stats.hits == 4 * 32
     assert pool.host is not None and pool.host.loaded == 4 * 8
     outputs = [output for _, output in engine.run([ask([*prompts[0], 5])])]
@@ -197,7 +197,7 @@ def test_a_prefix_that_was_evicted_is_found_and_answers_are_the_same():
 
 def test_a_long_prefix_is_loaded_over_steps_while_others_decode():
     engine, runner = mock_engine(num_pages=48, host_pages=64, max_model_len=160, steps=1)
-    (pool,) = engine._pools
+    (pool,) = engine.pools
     assert pool.host is not None
     pool.host.loads_per_chunk = 4
     long, other = prompt_of(1, 129), prompt_of(2, 129)
@@ -217,7 +217,7 @@ def test_a_long_prefix_is_loaded_over_steps_while_others_decode():
 
 def test_a_request_may_be_aborted_while_its_prefix_is_loaded():
     engine, _ = mock_engine(num_pages=40, host_pages=64, max_model_len=160)
-    (pool,) = engine._pools
+    (pool,) = engine.pools
     assert pool.host is not None
     pool.host.loads_per_chunk = 4
     long, other = prompt_of(1, 129), prompt_of(2, 129)

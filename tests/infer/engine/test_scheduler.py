@@ -151,7 +151,7 @@ def test_the_same_requests_leave_the_same_slots_and_pages():
             junk.append([object() for _ in range(attempt * seed)])
         drain(engine)
         left.append(
-            (engine._scheduler._free_slots, engine._pools[0]._free, list(engine._pools[0]._unused))
+            (engine._scheduler._free_slots, engine.pools[0]._free, list(engine.pools[0]._unused))
         )
     assert all(one == left[0] for one in left)
 
