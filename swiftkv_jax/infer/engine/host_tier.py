@@ -103,6 +103,7 @@ class HostTier:
         self.loaded = 0
         """Pages that were copied back."""
         self._memory = memory
+        self._num_slots = num_slots
         self._free = list(range(num_slots - 1, -1, -1))
         # The longest unused first.
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()
@@ -230,11 +231,13 @@ class HostTier:
 
     # Disk ---------------------------------------------------------------------
 
-    def fetch(self, keys: Sequence[bytes]) -> set[bytes] | None:
+    def fetch(self, keys: Sequence[bytes], ahead: int = 0) -> set[bytes] | None:
         """Begin to read those pages of a prefix that are on disk alone; `keys` are all that the
         device has not. Those at the end for which there are no slots are left. Returns the keys of
-        the others, or None while pages of other prefixes that are being read have the slots. None
-        is read while the disk has stalled: each would take the slot of a page that is here."""
+        the others, or None while pages of other prefixes that are being read have the slots, or
+        with the pages `ahead` of prefixes that wait before it these would fill half of them: what
+        comes meanwhile would push out what was read. None is read while the disk has stalled: each
+        would take the slot of a page that is here."""
         assert self.store is not None
         self.take_read(wait=False)
         if self._reading and not self._is_reading:
@@ -243,8 +246,11 @@ class HostTier:
         if room < len(keys) and self._is_reading:
             return None
         keys = keys[:room]
+        wanted = [key for key in keys if key not in self._slot_of]
+        if wanted and ahead and ahead + len(keys) > self._num_slots // 2:
+            return None
         self.touch(keys)
-        if not (wanted := [key for key in keys if key not in self._slot_of]):
+        if not wanted:
             return set()
         if not self._reading:
             self._progress_at = time.monotonic()

@@ -155,7 +155,8 @@ class PagePool:
         """The cached pages of the longest prefix of `keys` after which the next token finds all
         pages that it sees; `RELEASED` for pages that it does not see, `ON_HOST` for those that have
         to be loaded. They are not reserved (see `reserve`). Pages whose keys are `on_disk` count
-        too, as `ON_DISK`."""
+        too, as `ON_DISK`. Any thread may ask: keys are looked up, one at a time, and nothing else
+        is read."""
         pages: list[int] = []
         missing, length = -1, 0  # the last page that is not cached; pages of the prefix
         for number, key in enumerate(keys):
@@ -174,22 +175,19 @@ class PagePool:
         first = self.first_visible(length * self.page_size)
         return [RELEASED] * first + pages[first:length]
 
-    def num_cached(self, keys: Sequence[bytes]) -> int:
-        """Pages at the beginning of a prefix that the device or host memory has. Any thread may ask
-        while another changes the pool: keys are looked up, one at a time, and nothing else."""
-        host = () if self.host is None else self.host
-        found = itertools.takewhile(lambda key: key in self._page_of or key in host, keys)
-        return sum(1 for _ in found)
-
-    def fetch(self, keys: Sequence[bytes], fetching: set[bytes] | None) -> set[bytes] | None:
+    def fetch(
+        self, keys: Sequence[bytes], fetching: set[bytes] | None, ahead: int = 0
+    ) -> set[bytes] | None:
         """Read into host memory what a prefix lacks there and on the device, as far as it is on
         disk. Returns the keys of pages that are still to be read, None if nothing could be begun
-        yet; `fetching` is what the call before returned for this prefix, None for the first one."""
+        yet; `fetching` is what the call before returned for this prefix, None for the first one.
+        `ahead` is as in `HostTier.fetch`."""
         if self.host is None or (store := self.host.store) is None:
             return set()
         if fetching is None:
             marks = zip(keys, self.match(keys, store), strict=False)
-            fetching = self.host.fetch([key for key, mark in marks if mark in (ON_HOST, ON_DISK)])
+            missing = [key for key, mark in marks if mark in (ON_HOST, ON_DISK)]
+            fetching = self.host.fetch(missing, ahead)
         if fetching != set():
             self.host.take_read(wait=not self.used)
             self.host.touch(keys)

@@ -116,7 +116,7 @@ class Scheduler:
 
     def _admit_waiting(self, builders: list[ChunkBuilder], chunk: Chunk) -> None:
         """Admit requests from the queue while the chunk has room."""
-        skipped = 0
+        skipped = ahead = 0
         while skipped < min(len(self.waiting), self.max_skips + 1) and any(
             builder.has_room() for builder in builders
         ):
@@ -124,8 +124,9 @@ class Scheduler:
             if skipped and next(iter(self.waiting)).num_times_skipped >= self.max_skips:
                 return
             state = next(itertools.islice(self.waiting, skipped, None))
-            if (dp_rank := self._admit(state, builders)) is None:
+            if (dp_rank := self._admit(state, builders, ahead)) is None:
                 skipped += 1
+                ahead += len(state.page_keys)
                 continue
             del self.waiting[state]
             for earlier in itertools.islice(self.waiting, skipped):
@@ -157,10 +158,10 @@ class Scheduler:
             if sequence.index:
                 chunk.page_copies[state.dp_rank] += sequence.copied_pages(self.pools[state.dp_rank])
 
-    def _admit(self, state: RequestState, builders: list[ChunkBuilder]) -> int | None:
+    def _admit(self, state: RequestState, builders: list[ChunkBuilder], ahead: int) -> int | None:
         """Give a request slots and pages on the shard with the longest cached prefix, or else with
         most free pages. Returns its `dp_rank`; None if no shard has enough of both, and room in its
-        part of the chunk."""
+        part of the chunk. `ahead` are the pages of the prompts that wait before it."""
         candidates = [
             dp_rank
             for dp_rank, slots in enumerate(self._free_slots)
@@ -169,7 +170,7 @@ class Scheduler:
         # Some tokens must run through all layers: at most the pages before them are reused.
         usable = state.upper.start if state.upper else state.prefill_target
         keys = state.page_keys[: usable // self.page_size]
-        state.fetching = self.pools[0].fetch(keys, state.fetching)
+        state.fetching = self.pools[0].fetch(keys, state.fetching, ahead)
         if state.fetching != set():
             return None
         cached = {dp_rank: self.pools[dp_rank].match(keys) for dp_rank in candidates}
@@ -308,11 +309,7 @@ class Scheduler:
 
     def ready_to_decode(self) -> list[SequenceState]:
         """Sequences without a grammar that can emit tokens in the next call."""
-        return [
-            sequence
-            for sequence in self.running.values()
-            if sequence.matcher is None and sequence not in self._without_pages
-        ]
+        return [one for one in self._with_pages if one.matcher is None]
 
     def have_pages(self, sequences: Sequence[SequenceState], tokens: int) -> bool:
         """Whether these sequences have pages for so many tokens more."""
@@ -335,11 +332,11 @@ class Scheduler:
     def schedule_constrained(self) -> list[SequenceState]:
         """Sequences that follow a grammar. They emit one token in a call, because the next mask
         depends on it, and have no token in flight here."""
-        return [
-            sequence
-            for sequence in self.running.values()
-            if sequence.matcher is not None and sequence not in self._without_pages
-        ]
+        return [one for one in self._with_pages if one.matcher is not None]
+
+    @property
+    def _with_pages(self) -> list[SequenceState]:
+        return [one for one in self.running.values() if one not in self._without_pages]
 
     def finish(self, sequence: SequenceState, *, aborted: bool = False) -> None:
         """Free the slot and pages of a sequence that has ended. Later requests can share the pages,

@@ -130,9 +130,9 @@ class EngineThread:
         return most_new_tokens(request, self._engine.config, self._engine.model_runner.shapes)
 
     def num_cached_tokens(self, page_keys: Sequence[bytes]) -> int:
-        """Tokens at the beginning of a prompt that are cached now (`PagePool.num_cached`)."""
+        """Tokens at the beginning of a prompt that are cached now."""
         pools = self._engine.pools
-        return pools[0].page_size * max(pool.num_cached(page_keys) for pool in pools)
+        return pools[0].page_size * max(len(pool.match(page_keys)) for pool in pools)
 
     def read_adapter(self, path: Path) -> Any:
         """`Adapters.read` of the engine."""

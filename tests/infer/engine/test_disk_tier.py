@@ -1,6 +1,7 @@
 """An engine whose prefix cache goes on from files of an earlier one."""
 
 import collections
+import functools
 import gc
 import random
 import time
@@ -109,6 +110,31 @@ def test_what_nobody_waits_for_gives_its_slots_back(tmp_path):
     pool.move_pages()
     assert len(host) == 4 and host.save(KEYS[0], 0)
     store.close()
+
+
+@pytest.mark.parametrize(("slots", "num_pages"), [(1, 256), (8, 80)])
+def test_what_is_read_for_one_is_not_pushed_out_for_the_next(tmp_path, slots, num_pages):
+    """Requests that wait for a slot, or for pages, find all that they had on disk."""
+    prompts = [prompt_of(number, 129) for number in range(6)]
+    mock = functools.partial(mock_engine, page_size=4, max_model_len=256, chunk=64, folder=tmp_path)
+    engine, runner = mock(num_pages=256, host_pages=192)
+    answers(engine, [ask(prompt, 2) for prompt in prompts])
+    engine.persist_prefix_cache(10)
+    assert runner.host_pages.store is not None
+    runner.host_pages.store.close()
+    engine, runner = mock(num_pages=num_pages, host_pages=80, slots=slots)
+    engine.add_request(ask([5] * 9, 100, ignore_eos=True))
+    engine.step()
+    cached = {}
+    for prompt in prompts:
+        engine.add_request(ask(prompt, 8, ignore_eos=True))
+    while engine.has_work:
+        for output in engine.step():
+            cached[output.request_id] = output.num_cached_tokens
+        time.sleep(0.002)  # the disk is as quick as a step
+    assert cached == {0: 0} | dict.fromkeys(range(1, 7), 128)
+    assert runner.host_pages.store is not None
+    runner.host_pages.store.close()
 
 
 def test_a_disk_that_stalls_takes_no_more_slots(tmp_path, monkeypatch):
