@@ -40,7 +40,7 @@ _DIALECTS = {
         "https://json-schema.org/draft/2020-12/schema",
     )
 }
-"""URIs of the dialects that llguidance knows, by what stands behind their scheme: with the other
+"""URIs of the dialects that llguidance has, by what stands behind their scheme: with the other
 one it looks for them elsewhere."""
 _DROPPED = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 """Characters that llguidance drops from a text; it escapes \b, \f, \n, \r and \t."""
