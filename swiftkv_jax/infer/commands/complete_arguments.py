@@ -12,7 +12,7 @@ input:
                    "top": [{"token_id": 5304, "logprob": -0.1}]}, ...],
      "usage": {"prompt_tokens": 3, "completion_tokens": 3, "cached_tokens": 0},
      "timing": {"queue_s": 0.001, "ttft_s": 0.02, "total_s": 0.05}}
-    {"id": "b", "error": "rows.jsonl:2: top_p=7 must be a number above 0 and at most 1 ..."}
+    {"id": "b", "error": "rows.jsonl:2: top_p=7 must be a number from 0 to 1 (1 is off) (id 'b')"}
 
 `stop_reason` is the stop string, or the one of `stop_token_ids`, that ended the row, if one did;
 the text ends before the string, `token_ids` with the token that completed it. `logprobs` are there
