@@ -87,8 +87,8 @@ def parser() -> argparse.ArgumentParser:
     orbax2hf = command(
         "orbax2hf",
         "Convert an Orbax directory, a GGUF file, or a training run, finished or not, to Hugging "
-        "Face safetensors; or a Hugging Face directory to another --format of them, or with an "
-        "--adapter merged.",
+        "Face safetensors; or a Hugging Face directory to another --format or --dtype of them, "
+        "decoded where it is quantised, or with an --adapter merged.",
     )
     target(orbax2hf)
     of_run(orbax2hf)

@@ -89,12 +89,13 @@ def test_the_files_own_dtype_is_kept_unless_told(tmp_path):
     assert main(["hf2orbax", str(tmp_path / "bf16"), str(tmp_path / "orbax")]) == 0
     assert main(["orbax2hf", str(tmp_path / "orbax"), str(tmp_path / "same")]) == 0
     assert tensors(tmp_path / "same") == tensors(tmp_path / "bf16")
-    command = ["orbax2hf", str(tmp_path / "orbax"), str(tmp_path / "wide"), "--dtype", "float32"]
-    assert main(command) == 0
-    wide = load_file(tmp_path / "wide/model.safetensors")
-    assert {t.dtype.name for t in wide.values()} == {"float32"}
-    assert json.loads((tmp_path / "wide/config.json").read_text())["torch_dtype"] == "float32"
-    np.testing.assert_array_equal(wide["model.norm.weight"], np.float32(plain.llama.final_norm))
+    for source in ("orbax", "bf16"):
+        out = tmp_path / f"wide-{source}"
+        assert main(["orbax2hf", str(tmp_path / source), str(out), "--dtype", "float32"]) == 0
+        wide = load_file(out / "model.safetensors")
+        assert {t.dtype.name for t in wide.values()} == {"float32"}
+        assert json.loads((out / "config.json").read_text())["torch_dtype"] == "float32"
+        np.testing.assert_array_equal(wide["model.norm.weight"], np.float32(plain.llama.final_norm))
 
 
 @pytest.mark.parametrize("format, count", [("full", 83), ("expanded", 87), ("delta", 9)])
@@ -164,6 +165,11 @@ def test_a_calibrated_folder_is_expanded(tmp_path):
     [
         (["hf2orbax", "NONE", "OUT"], 4, "NONE: no such file or directory"),
         (["orbax2hf", "HF", "OUT"], 4, "HF: a Hugging Face directory in this format already"),
+        (
+            ["orbax2hf", "HF", "OUT", "--dtype", "float32"],
+            4,
+            "HF: a Hugging Face directory in this",
+        ),
         (["inspect", "EMPTY"], 4, "EMPTY: not a checkpoint"),
         (["hf2orbax", "HF", "HF"], 2, "HF: exists already"),
         (["hf2orbax", "HF", "OUT", "--mesh", "9x9"], 2, "--mesh 9x9 needs 81 devices"),

@@ -176,7 +176,8 @@ def add_batch(
     (_, moments), _ = jax.lax.scan(
         step, (x, moments), (jnp.arange(config.num_upper_layers - alone), layers)
     )
-    return dataclasses.replace(moments, tokens=moments.tokens + (segment_ids > 0).sum())
+    count = fitted_tokens(config, segment_ids).sum()
+    return dataclasses.replace(moments, tokens=moments.tokens + count)
 
 
 def prompt_delta(llama: Llama, mlps: PromptMLP | None) -> SwiftKV:

@@ -93,14 +93,26 @@ def _orbax2hf(args: argparse.Namespace) -> int:
                 "for, which is not the merged one; write another --format"
             )
         opened = with_adapter(opened, local_path(args.adapter, weights=False))
-    elif kind == HUGGING_FACE and args.format == "full":
+    elif kind == HUGGING_FACE and args.format == "full" and not _changes(opened, args.dtype):
         raise CheckpointError(
             f"{opened.path}: a Hugging Face directory in this format already; give a training run, "
-            f"one written by hf2orbax or save, another --format, or an --adapter to merge"
+            f"one written by hf2orbax or save, another --format or --dtype, or an --adapter to "
+            f"merge"
         )
     with _bar(opened) as advance:
         write_hf(opened, args.dst, format=args.format, dtype=args.dtype, progress=advance)
     return cli.OK
+
+
+def _changes(opened: Source, dtype: str | None) -> bool:
+    """Whether a Hugging Face directory written as it is read in `dtype` has other weights: another
+    dtype, or decoded ones."""
+    if opened.quantization is None and opened.auxiliary_files.hf_config.get("quantization_config"):
+        return True
+    stored = {
+        opened.dtypes[leaf.name].name for leaf in opened.leaves if leaf.size and not leaf.part
+    }
+    return dtype is not None and stored != {dtype}
 
 
 @contextlib.contextmanager

@@ -293,6 +293,8 @@ def test_without_a_token_there_is_nothing_to_fit_to():
     llama = split_layers(config, teacher.llama)
     with pytest.raises(ValueError, match="no token to calibrate on"):
         calibrate(config, llama, [], attention=Attention())
+    with pytest.raises(ValueError, match="no token to calibrate on"):  # all keep their own
+        skv.calibrate(teacher, [[5], [6]], K, exact_head=1)
 
 
 @pytest.mark.parametrize("layers", [4, -1])

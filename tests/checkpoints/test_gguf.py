@@ -16,6 +16,8 @@ from swiftkv_jax.__main__ import main
 from swiftkv_jax.checkpoints import open_any
 from swiftkv_jax.checkpoints.auxiliary import load_tokenizer
 from swiftkv_jax.checkpoints.gguf import file
+from swiftkv_jax.cli import model_loading
+from swiftkv_jax.cli.model_options import ModelOptions
 from tests import tiny
 from tests.checkpoints import gguf_files
 from tests.checkpoints.gguf_files import CONTROL, NONE, UNUSED, USER_DEFINED
@@ -111,6 +113,7 @@ def test_values_are_decoded_to_the_dtype(tmp_path, dtype):
     np.testing.assert_array_equal(np.asarray(model.llama.embed), wanted.astype(model.dtype))
     assert model.dtype == dtype
     assert open_any(path).dtypes["embed"] == np.float32
+    assert model_loading._dtype(ModelOptions(path, dtype="auto")) is None  # nobody's choice
 
 
 def test_files_of_16_bits_keep_them(tmp_path):
@@ -123,6 +126,7 @@ def test_files_of_16_bits_keep_them(tmp_path):
     opened = open_any(llama_file(tmp_path / "a.gguf", stored, types=types))
     assert opened.dtypes["embed"] == jax.numpy.bfloat16
     assert opened.dtypes["final_norm"] == np.float32
+    assert model_loading._dtype(ModelOptions(tmp_path / "a.gguf", dtype="auto")) == "bfloat16"
 
 
 def test_llama3_scaling_from_its_divisors(tmp_path):

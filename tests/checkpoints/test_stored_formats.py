@@ -230,6 +230,8 @@ def test_decoded_models_are_plain_ones(tmp_path):
     found = stored(tmp_path / "out")["model.layers.0.mlp.up_proj.weight"]
     assert found[2] == wide["model.layers.0.mlp.up_proj.weight"].tobytes()
     assert_same(skv.load(tmp_path / "out"), student)
+    assert convert(["orbax2hf", str(path), str(tmp_path / "plain")]) == 0
+    assert_same(skv.load(tmp_path / "plain"), skv.load(path))
 
     far = {"nats": 0.4, "tokens": 300, "limit": 0.15, "step": "calibration"}
     more = {"share": 0.0712, "error": None, "limit": 0.02, "step": "training"}

@@ -280,9 +280,18 @@ def test_moments_stay_within_their_bytes(monkeypatch):
         assert planned([1, 5], mesh) == [(6, {1: 0, 5: 5})]
 
 
-def test_without_a_token_to_calibrate_on():
+def test_without_a_token_to_calibrate_on(monkeypatch):
+    """There is none where each text is a first token, which keeps its own."""
     with pytest.raises(ValueError, match="no token to calibrate on"):
         analyzed(calibration=[])
+    monkeypatch.setattr(cut_kv, "teacher_queries", lambda *arguments: None)
+    fitter = cut_kv.Fitter(CONFIG, random_llama(), Attention(), lowest=1, exact_tail=0)
+    head = dataclasses.replace(CONFIG.cut(1), exact_head=1)
+    lone = dataclasses.replace(packed_batch(0), segment_ids=jnp.tile(jnp.arange(1, 17), (4, 1)))
+    states: Any = [(lone, None, None)]
+    assert fitter.gather(CONFIG, 1, {}, states).tokens == 64
+    with pytest.raises(ValueError, match="no token to calibrate on"):
+        fitter.gather(head, 1, {}, states)
 
 
 def test_costs(analysis):

@@ -66,6 +66,11 @@ def stored_types(path: Path) -> str:
     return ", ".join(f"{name} x {count}" for name, count in counts.most_common())
 
 
+def has_blocks(path: Path, name: str) -> bool:
+    """Whether a tensor of a GGUF file is stored in blocks, which are decoded in any dtype."""
+    return read_gguf(path).tensors[name].type_name not in ("F32", "F16", "BF16")
+
+
 def gguf_files(folder: Path) -> list[Path]:
     """The GGUF files of a folder that may hold a model."""
     return [file for file in sorted(folder.glob("*.gguf")) if is_model_name(file.name)]

@@ -32,6 +32,7 @@ from ...calibration.moments import (
     LayerQueries,
     Moments,
     add_layer,
+    fitted_tokens,
     layer_moments,
     layer_queries,
     moment_shapes,
@@ -180,7 +181,7 @@ class Fitter:
                     jnp.int32(entry),
                     prompt,
                 )
-            tokens += float((batch.segment_ids > 0).sum())
+            tokens += float(fitted_tokens(config, batch.segment_ids).sum())
         if not tokens:
             raise ValueError("there is no token to calibrate on")
         return dataclasses.replace(moments, tokens=jnp.float32(tokens))
