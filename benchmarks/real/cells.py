@@ -118,6 +118,19 @@ class Cell:
         return f"K={self.num_key_value_layers}, {self.program}, {served}{trained}"
 
 
+def cell_of(config: Config, tokens: int, restated_share: float) -> Cell:
+    """The cell of a student that was trained on so many tokens."""
+    program = Program(
+        config.boundary_taps,
+        config.prompt_attention_layers,
+        config.prompt_mlp_neurons,
+        config.exact_head,
+        config.key_value_group_size if config.key_value_group_size > 1 else 0,
+    )
+    served = config.generated_kv, config.exact_tail
+    return Cell(config.num_lower_layers, program, *served, tokens, restated_share)
+
+
 SERVED: tuple[tuple[GeneratedKV, int], ...] = (("own", 64), ("boundary", 0))
 CUTS = {30: (27, 23, 20, 18, 15)}
 """Layers of a model -> K, most layers first; of others the shares of `OTHER_CUTS`."""

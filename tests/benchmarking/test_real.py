@@ -19,6 +19,7 @@ from benchmarks import distill_real
 from benchmarks.real import __main__ as command
 from benchmarks.real import cells, corpus, documents, forward, human_eval, measure, parts, table
 from benchmarks.real.rows import quiz_rows, text_rows
+from swiftkv_jax.demo import SWIFTKV
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.plan.presets import LLAMA_8B
 from swiftkv_jax.train.recipe import DEMO
@@ -233,6 +234,10 @@ def test_the_command_continues(measured, capsys):
     assert command.main([*arguments, "--rows", "2"]) == 2
     assert "measured with other settings" in capsys.readouterr().err
     assert "| 6 (75%) | closed form |" in table.section([second])
+    assert command.main([*arguments, "--student", str(SWIFTKV), "--trained-tokens", "512"]) == 0
+    *others, student = json.loads(output.read_text())["cells"]
+    assert others == second["cells"]
+    assert (student["num_key_value_layers"], student["trained_tokens"]) == (4, 512)
 
 
 @pytest.mark.long
