@@ -157,8 +157,7 @@ class HostTier:
         """A free slot, or that of the longest unused page; None if all are held."""
         if self._free:
             return self._free.pop()
-        dropped = next((one for one in self._slot_of if one not in self._held), None)
-        if dropped is None:
+        if (dropped := self._oldest) is None:
             return None
         if dropped in self._unwritten:
             del self._unwritten[dropped]
@@ -167,6 +166,11 @@ class HostTier:
         slot = self._slot_of.pop(dropped)
         self.on_drop(dropped)
         return slot
+
+    @property
+    def _oldest(self) -> bytes | None:
+        """The longest unused page, which gives its slot to the next; None if all are held."""
+        return next((one for one in self._slot_of if one not in self._held), None)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Make those of a prefix's pages that are here the last used ones, its first page the very
@@ -303,13 +307,15 @@ class HostTier:
         self._unwritten.clear()  # those for which there is room are among `keys`
         keys = [*dict.fromkeys([*pages, *reversed(self._slot_of)])][: store.capacity]
         store.touch(keys)  # none of them makes room for another
-        for key in keys:
+        first = [self._oldest] if not self._free and self._oldest in keys else []
+        for key in [*first, *keys]:  # that of the first is the slot of all pages of the device
             if not store.wait_written(MAX_UNWRITTEN // 2, deadline):
                 break
             if key in self._slot_of:  # the page of the device may still wait for its load
                 self._write(key)
             elif key in pages and key not in store:
-                self.save(key, pages[key])
-                self.flush()
+                if self.save(key, pages[key]):
+                    self.flush()
+                    self._slot_of.move_to_end(key, last=False)
         store.wait_written(0, deadline)
         store.touch(keys)
