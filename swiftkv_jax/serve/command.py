@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -115,8 +116,10 @@ def main(args: argparse.Namespace) -> int:
                 "this checkpoint has no chat template: chats will be refused; `chat_template` FILE "
                 "gives one"
             )
+        removing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if command.uds is not None:
             listener = server.listen_unix(command.uds)
+            removing = server.removing_unix(command.uds)
             at = f"unix:{command.uds}"
         else:
             listener = server.listen(command.host, command.port)
@@ -126,15 +129,11 @@ def main(args: argparse.Namespace) -> int:
         logger.info(f"listening on {at}")
         name = model_options.name
         again = command.api_key_file and (lambda: _keys(command))
-        with asyncio.Runner(loop_factory=server.loop_factory()) as runner:
+        with removing, asyncio.Runner(loop_factory=server.loop_factory()) as runner:
             served = server.serve(
                 options, name, listener, load, read_keys=again, followers=followers
             )
-            try:
-                return runner.run(served) or OK
-            finally:
-                if command.uds is not None:
-                    command.uds.unlink(missing_ok=True)
+            return runner.run(served) or OK
 
     if announces_several(model_options.coordinator_address):
         open_model(model_options)  # a download ends before the others are waited for

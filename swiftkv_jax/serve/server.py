@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -89,6 +89,26 @@ def listen_unix(path: Path) -> socket.socket:
         error.add_note(f"cannot listen on {path}")
         raise
     return found
+
+
+@contextlib.contextmanager
+def removing_unix(path: Path) -> Iterator[None]:
+    """Remove a Unix domain socket at the end of the block, unless the file is another by then: the
+    next server's, which replaced it."""
+    made = _identity(path)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            if _identity(path) == made:
+                path.unlink()
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    """Facts of a file that stay, with a time, since the number of one that is gone is given
+    again."""
+    status = path.stat()
+    return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
 def _answers(path: Path) -> bool:

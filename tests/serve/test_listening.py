@@ -186,6 +186,18 @@ def test_a_unix_domain_socket(start, tmp_path):
     assert other.read_text() == "a file"
 
 
+def test_the_end_of_a_server_leaves_the_socket_of_the_next(tmp_path):
+    path = tmp_path / "server.sock"
+    with server.listen_unix(path) as old, server.removing_unix(path):
+        path.chmod(0o777)
+        old.close()
+        after = server.listen_unix(path)  # on the name that nobody answers any more
+    assert path.is_socket()
+    with after, server.removing_unix(path):
+        path.chmod(0o777)
+    assert not path.exists()
+
+
 @pytest.mark.long
 def test_the_command_listens_on_a_unix_domain_socket(checkpoint, tmp_path):
     path = tmp_path / "server.sock"
