@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import signal
 import socket
 import threading
 import time
@@ -17,7 +18,7 @@ from swiftkv_jax.infer.structured.structured_outputs import StructuredOutputs
 from swiftkv_jax.infer.structured.token_filter import TokenFilter
 from swiftkv_jax.serve.distributed import followers as followers_module
 from swiftkv_jax.serve.distributed import frames
-from swiftkv_jax.serve.distributed.follower import Follower, connect
+from swiftkv_jax.serve.distributed.follower import Follower, connect, ignore_signals
 from swiftkv_jax.serve.distributed.followers import Followers, accept_followers, listen
 from swiftkv_jax.serve.service.engine_thread import Ended, EngineThread
 from tests.infer.mock_model_runner import VOCAB, mock_engine
@@ -25,6 +26,16 @@ from tests.serve.conftest import later, until
 
 SECRET = bytes(range(32))
 FACTS = {"mesh": "1x2", "jax": "1"}
+
+# Signals ----------------------------------------------------------------------------------------
+
+
+def test_a_follower_outlives_the_signals_of_a_job(monkeypatch):
+    ignored = {}
+    monkeypatch.setattr(signal, "signal", ignored.__setitem__)
+    ignore_signals()
+    assert ignored == dict.fromkeys((signal.SIGHUP, signal.SIGINT, signal.SIGTERM), signal.SIG_IGN)
+
 
 # Connections ------------------------------------------------------------------------------------
 

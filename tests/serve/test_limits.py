@@ -150,6 +150,7 @@ def test_pages_of_other_origins_need_leave(start, running):
     assert found["access-control-allow-origin"] == "https://app.example"
     assert "access-control-allow-credentials" not in found
     asked = {"access-control-request-method": "POST", "access-control-request-headers": SDK_HEADERS}
+    asked["access-control-request-private-network"] = "true"
     status, found, _ = allowed.request("OPTIONS", "/v1/completions", None, headers | asked)
     assert status == 200 and found["access-control-allow-headers"] == SDK_HEADERS
     _, found, _ = allowed.request("GET", "/health", None, {"origin": "https://other.example"})

@@ -66,6 +66,7 @@ def asgi(app: App) -> Starlette:
                 CORSMiddleware,
                 allow_origins=list(app.options.allowed_origins),
                 allow_methods=["GET", "POST"],
+                allow_private_network=True,
                 allow_headers=["*"],  # OpenAI's JavaScript client sends x-stainless-* too
                 expose_headers=["x-request-id", "server-timing", "retry-after"],
             )

@@ -175,9 +175,9 @@ class Follower:
 
 
 def ignore_signals() -> None:
-    """SIGTERM and SIGINT come to all processes of a job: what process 0 has accepted still runs,
-    and its last frame ends this one."""
-    for number in (signal.SIGTERM, signal.SIGINT):
+    """SIGTERM, SIGINT and SIGHUP come to all processes of a job: what process 0 has accepted still
+    runs, and its last frame ends this one."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 
