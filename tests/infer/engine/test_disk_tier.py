@@ -157,6 +157,19 @@ def test_a_disk_that_stalls_takes_no_more_slots(tmp_path, monkeypatch):
     store.close()
 
 
+@pytest.mark.parametrize("slots", [1, 3, 4])
+def test_pages_of_the_device_push_out_none_that_is_not_on_disk(tmp_path, slots):
+    memory = Memory()
+    store = memory.host_pages.open(tmp_path)
+    host = HostTier(slots, memory)
+    for number in range(3):
+        assert host.save(KEYS[number], number)
+    kept = [key for key in KEYS[:3] if key in host]
+    host.persist({KEYS[number]: number for number in (3, 4, 5)}, 10)
+    assert {*kept, *KEYS[3:6]} == {key for key in KEYS if key in store}
+    store.close()
+
+
 @pytest.mark.parametrize("window", [None, 21])
 @pytest.mark.parametrize("count", [300, pytest.param(50_000, marks=pytest.mark.long)])
 def test_at_random(tmp_path, monkeypatch, count, window):

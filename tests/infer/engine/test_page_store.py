@@ -305,19 +305,6 @@ def test_pages_persist_the_last_used_first_and_stay_in_this_order(tmp_path):
     less.close()
 
 
-@pytest.mark.parametrize("slots", [1, 3, 4])
-def test_pages_of_the_device_push_out_none_that_is_not_on_disk(tmp_path, slots):
-    memory = Memory()
-    store = memory.host_pages.open(tmp_path)
-    host = HostTier(slots, memory)
-    for number in range(3):
-        assert host.save(KEYS[number], number)
-    kept = [key for key in KEYS[:3] if key in host]
-    host.persist({KEYS[number]: number for number in (3, 4, 5)}, 10)
-    assert {*kept, *KEYS[3:6]} == {key for key in KEYS if key in store}
-    store.close()
-
-
 def test_the_beginning_of_a_prefix_is_read_and_kept(tmp_path):
     """Of six pages there are slots for four, and none for others while these are read; then the
     last makes room first."""
