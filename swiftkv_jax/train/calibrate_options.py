@@ -37,7 +37,7 @@ class CalibrationOptions(RunOptions):
     )
     eval_batches: int = option(
         16,
-        "batches of --eval-data used, of --batch-size (default: %(default)s, on a CPU 2)",
+        "batches of --eval-data used, of --batch-size (default: %(default)s, on a CPU 8)",
         at_least=1,
     )
     max_length: int = option(
@@ -45,7 +45,9 @@ class CalibrationOptions(RunOptions):
         "tokens in a packed row (default: %(default)s, on a CPU 512; demo: %(demo)s)",
         at_least=1,
     )
-    batch_size: int = option(8, "rows at a time (default: %(default)s)", at_least=1)
+    batch_size: int = option(
+        8, "rows at a time (default: %(default)s, on a CPU 2; demo: %(demo)s)", at_least=1
+    )
     keep_delta: bool = option(
         False,
         "with --generated-kv own, for a trained model whose layers share caches: keep its "
@@ -62,8 +64,8 @@ class CalibrationOptions(RunOptions):
             raise UsageError("`calibration_tokens`: `keep_delta` fits nothing to them")
 
 
-ON_A_CPU = {"max_length": 512, "eval_batches": 2}
-"""Defaults for a named model on a CPU, as those of an analysis."""
+ON_A_CPU = {"max_length": 512, "batch_size": 2, "eval_batches": 8}
+"""Defaults for a named model on a CPU. Few rows are then enough batches for an error."""
 CALIBRATION_DEMO = CalibrationOptions(
     model=DEMO.model,
     data=DEMO.data,

@@ -82,18 +82,18 @@ def test_it_writes_a_model_and_a_record(folder, capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "length", "eval_batches"),
+    ("flags", "rows"),
     [
-        ("--model {0} --data stdlib --output-dir {0}/cpu", 512, 2),
-        ("--model {0} --data stdlib --output-dir {0}/cpu --max-length 640", 640, 2),
-        ("", 512, 16),
+        ("--model {0} --data stdlib --output-dir {0}/cpu", (512, 2, 8)),
+        ("--model {0} --data stdlib --output-dir {0}/cpu --max-length 640", (640, 2, 8)),
+        ("", (512, 8, 16)),
     ],
 )
-def test_rows_of_a_named_model_fit_a_cpu(flags, length, eval_batches, folder, monkeypatch):
+def test_rows_of_a_named_model_fit_a_cpu(flags, rows, folder, monkeypatch):
     options = []
     monkeypatch.setattr(train_calibrate, "run", options.append)
     assert main(["calibrate", *flags.format(folder / "teacher").split()]) == 0
-    assert [(one.max_length, one.eval_batches) for one in options] == [(length, eval_batches)]
+    assert [(one.max_length, one.batch_size, one.eval_batches) for one in options] == [rows]
 
 
 @pytest.mark.parametrize(
