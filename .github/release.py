@@ -1,11 +1,14 @@
 """Prepare a tagged commit on GitHub for its release: README.md and pyproject.toml, which PyPI
-shows, get the addresses of the repository, another for each fork, and the changes of the version
-become notes.md."""
+shows, get the addresses of the repository, another for each fork, README.md installs from PyPI, and
+the changes of the version become notes.md."""
 
 import os
 import re
 import tomllib
 from pathlib import Path
+
+FROM_PYPI = {"From a clone, on Linux": "On Linux", "pip install '.[": "pip install 'swiftkv-jax["}
+"""What README.md says of a clone, and of the release."""
 
 
 def absolute(text: str, root: Path, repository: str, tag: str) -> str:
@@ -37,10 +40,21 @@ def prepare(root: Path, repository: str, tag: str) -> None:
     notes = absolute(changes[1].split("\n## ")[0].strip(), root, repository, tag)
     joined = re.sub(r"(?<=\S)\n *(?=[^\s-])", " ", notes)  # notes keep their line breaks when shown
     (root / "notes.md").write_text(f"{joined}\n")
-    readme.write_text(absolute(readme.read_text(), root, repository, tag))
-    pages = {"Homepage": "", "Source": "", "Issues": "/issues"}
-    pages |= {"Documentation": f"/tree/{tag}/docs", "Changelog": f"/blob/{tag}/CHANGELOG.md"}
-    urls = "".join(f'\n{name} = "{repository}{page}"' for name, page in pages.items())
+    text = absolute(readme.read_text(), root, repository, tag)
+    for clone, release in FROM_PYPI.items():
+        if clone not in text:
+            raise SystemExit(f"error: README.md does not say {clone!r}, which a release replaces")
+        text = text.replace(clone, release)
+    readme.write_text(text)
+    owner, name = repository.split("/")[-2:]
+    pages = {
+        "Homepage": repository,
+        "Documentation": f"https://{owner}.github.io/{name}/",
+        "Source": repository,
+        "Issues": f"{repository}/issues",
+        "Changelog": f"{repository}/blob/{tag}/CHANGELOG.md",
+    }
+    urls = "".join(f'\n{page} = "{address}"' for page, address in pages.items())
     head = "[project.urls]"
     project.write_text(project.read_text().replace(head, head + urls))
 
