@@ -9,6 +9,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ...process.plotting import COLORS, figure
 from ..analysis.analysis_table import by_k
 from ..analysis.cut_search import dips
@@ -57,7 +59,8 @@ def _draw_cuts(
     lost: Callable[[CutResult], float | None],
     limit: float | None,
 ) -> None:
-    """One line for each g and `generated_kv`, students with a tap or prompt layers as crosses."""
+    """One line for each g and `generated_kv`, with K at the points of the first, and students with
+    a tap or prompt layers as crosses."""
     kinds = sorted({(cut.key_value_group_size, cut.generated_kv) for cut in analysis.cuts})
     for kind, color in zip(kinds, itertools.cycle(COLORS)):
         cuts = [
@@ -73,6 +76,16 @@ def _draw_cuts(
             y = [lost(cut) for cut in chosen]
             label = None if improved else label
             axes.plot(x, y, markersize=5, color=color, label=label, **style)
+        if kind == kinds[0]:
+            for cut in cuts:
+                at = 100 * cut.prefill_flops_share, lost(cut)
+                where = {
+                    "xytext": (-4, -4),
+                    "textcoords": "offset points",
+                    "ha": "right",
+                    "va": "top",
+                }
+                axes.annotate(str(cut.num_key_value_layers), at, color="#555", **where)
     if limit is not None:
         axes.axhline(limit, color="#555", linestyle="--", linewidth=1, label="budget")
     chosen = [cut for cut in analysis.cuts if recommendation and recommendation.is_of(cut)]
@@ -81,7 +94,7 @@ def _draw_cuts(
             at = 100 * cut.prefill_flops_share, loss
             axes.plot(*at, marker="o", markersize=12, color="#222", fillstyle="none", ls="")
             axes.annotate(f"K={cut.num_key_value_layers}", at, (8, 6), textcoords="offset points")
-    axes.set(xlabel="prefill FLOPs, % of the teacher's")
+    axes.set(xlabel="prefill FLOPs, % of the teacher's (numbers: K)")
     if any((lost(cut) or 0) > 1e-4 for cut in analysis.cuts):
         _set_log(axes)
     axes.set_title(f"Before distillation ({analysis.init})")
@@ -92,8 +105,11 @@ def _draw_cuts(
 def _draw_keys(axes: Any, analysis: Analysis) -> None:
     """R2 of keys per layer: one line for each K, the layers that dip marked, and dashed what a tap
     or prompt layers make of them."""
+    from matplotlib import colormaps
+
     drawn = by_k(analysis.cuts)
-    for (k, (base, *improved)), color in zip(drawn.items(), itertools.cycle(COLORS)):
+    colors = colormaps["viridis"](np.linspace(0, 0.9, len(drawn)))
+    for (k, (base, *improved)), color in zip(drawn.items(), colors, strict=True):
         fits = {each.layer: each.r2_k for each in base.r2}
         axes.plot(fits.keys(), fits.values(), color=color, label=f"K={k}")
         low = [fit.layer for fit in dips(base.layers)]
