@@ -7,7 +7,7 @@ import re
 import tomllib
 from pathlib import Path
 
-FROM_PYPI = {"From a clone, on Linux": "On Linux", "pip install '.[": "pip install 'swiftkv-jax["}
+FROM_PYPI = {"From a clone, on Linux": "On Linux", "'.[": "'swiftkv-jax["}
 """What README.md says of a clone, and of the release."""
 
 
