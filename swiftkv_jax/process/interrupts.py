@@ -78,6 +78,29 @@ class raising:
             self._hook(lost)
 
 
+class held_back:
+    """A context that SIGINT does not divide. It yields a list, of one item for each SIGINT that has
+    come; if there is any at the end, the handler from before is called then. Changes nothing in
+    other threads than the main one, which runs the handlers, and where SIGINT has none in Python:
+    the list stays empty."""
+
+    def __enter__(self) -> list[int]:
+        self._seen: list[int] = []
+        self._handler = signal.getsignal(signal.SIGINT)
+        if callable(self._handler):
+            try:
+                signal.signal(signal.SIGINT, lambda number, frame: self._seen.append(number))
+            except ValueError:  # another thread
+                self._handler = None
+        return self._seen
+
+    def __exit__(self, *exception: Any) -> None:
+        if callable(self._handler):
+            signal.signal(signal.SIGINT, self._handler)
+            if self._seen:
+                self._handler(signal.SIGINT, sys._getframe())
+
+
 def pending() -> bool:
     """Whether SIGINT has come while the command ran, and nothing else has handled it."""
     return _State.raised

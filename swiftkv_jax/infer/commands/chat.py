@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import logging
-import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ from ...cli.model_loading import load_model, open_model
 from ...cli.model_options import ModelOptions
 from ...errors import DataError, UsageError
 from ...model.model import AuxiliaryFiles
+from ...process import interrupts
 from ..engine.engine import Engine
 from ..engine.options import EngineOptions
 from ..engine.requests import Request
@@ -154,13 +152,15 @@ class Chat:
         end = None
         error = ""
         request_id = self._engine.add_request(request)
-        with _interrupts() as interrupted:
-            while end is None and not interrupted:
+        with interrupts.held_back() as seen:
+            while end is None and not seen:
                 for output in self._engine.step():
                     if output.request_id == request_id:
                         reply += _print(stream.push(output.token_ids))
                         end = "stop" if stream.stopped else output.finish_reason
                         error = output.error
+            interrupted = bool(seen)
+            seen.clear()
         self._engine.abort_request(request_id)
         reply += _print(stream.finish())
         _print("\n")
@@ -180,14 +180,3 @@ def _read_line() -> str | None:
 def _print(text: str) -> str:
     print(text, end="", flush=True)
     return text
-
-
-@contextlib.contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """A list that grows by one with each Ctrl-C, to be looked at between two steps."""
-    seen: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
-    try:
-        yield seen
-    finally:
-        signal.signal(signal.SIGINT, before)

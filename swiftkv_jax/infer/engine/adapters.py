@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import UsageError
+from ...process import interrupts
 from .request_state import RequestState
 
 if TYPE_CHECKING:
@@ -50,8 +51,9 @@ class Adapters:
     def insert(self, name: str, adapter: Any) -> None:
         """Let requests name what `read` has returned. Raises `UsageError` as `load`."""
         number = self._free_number(name)
-        self._model_runner.insert_adapter(number, adapter)
-        self._numbers[name] = number
+        with interrupts.held_back():
+            self._model_runner.insert_adapter(number, adapter)
+            self._numbers[name] = number
 
     def unload(self, name: str) -> None:
         """Let no further request name an adapter. Requests that have keep it; its place is free

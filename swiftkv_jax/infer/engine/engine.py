@@ -19,28 +19,28 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from ...errors import UsageError
 from ...model.config import Config
+from ...process import interrupts
 from .adapters import Adapters
 from .cache_events import CacheEvents
 from .checks import check_ends, check_fits, check_request, own_start
 from .constrained import constrained_call
 from .model_runner_base import ModelRunnerBase
 from .options import EngineOptions
-from .outputs import Scores, Sent, failed_output, sequence_output
+from .outputs import Scores, Sent, failed_output, score_outputs, sequence_output
 from .page_pool import PrefixStats, page_pools, record_events
-from .request_state import Chunk, RequestState, SequenceState
-from .requests import NOT_FINITE, Request, RequestOutput, ScoreRequest
+from .request_state import RequestState, SequenceState
+from .requests import Request, RequestOutput, ScoreRequest
 from .run import Run
 from .sampler_output import AsyncOutput, SamplerOutput
 from .scheduler import MAX_SKIPS, Scheduler
 from .speculation import DecodeCalls
 from .stats import IdleTimer, Load, Stats
+from .undivided import check_whole, undivided
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -80,6 +80,8 @@ class Engine[R: ModelRunnerBase]:
         self._scores: dict[int, Scores] = {}
         self.stats = Stats()
         self._idle = IdleTimer(model_runner.is_idle)
+        self.failed = False
+        """Whether an error has left the engine between two states: no call runs any more."""
 
     @staticmethod
     def from_model(
@@ -148,6 +150,7 @@ class Engine[R: ModelRunnerBase]:
         drains them."""
         return record_events(self.pools)
 
+    @undivided
     def update_weights(self, model: Model, *, donate: bool = False) -> None:
         """Serve other values: `model` has the same config, shapes and dtypes as the one before.
         Nothing is compiled, and the prefix cache is emptied.
@@ -155,16 +158,18 @@ class Engine[R: ModelRunnerBase]:
         The old weights are dropped first; memory and `donate` are as in `from_model`. Raises
         `UsageError`, before anything changes, while requests run and if `model` does not fit.
         """
-        if self.has_work:
+        if self._requests:
             raise UsageError("requests run: end or abort them before the weights are updated")
+        while self._sent:  # results of requests that were aborted
+            self.step()
         self.model_runner.update_weights(model, donate=donate)
         for pool in self.pools:
             pool.clear()
 
     def persist_prefix_cache(self, seconds: float) -> None:
         """Write what the prefix cache holds to `EngineOptions.prefix_cache_dir`, in so many seconds
-        at most; pages that are in use are left out."""
-        for pool in self.pools:
+        at most; pages that are in use are left out. Writes nothing once the engine has failed."""
+        for pool in () if self.failed else self.pools:
             pool.persist(seconds)
 
     @property
@@ -195,6 +200,7 @@ class Engine[R: ModelRunnerBase]:
         return self._add(request).request_id
 
     def _add(self, request: Request | ScoreRequest) -> RequestState:
+        check_whole(self)
         check_request(request, self.config, self.options)
         if isinstance(request, Request):
             check_ends(request, request.params.end_token_ids(self.eos_token_ids))
@@ -202,10 +208,12 @@ class Engine[R: ModelRunnerBase]:
         state = RequestState(next(self._ids), request, own, head)
         state.adapter = self.adapters.number_of(request.adapter)
         check_fits(state, self.pools[0], self.model_runner.shapes)
-        self._requests[state.request_id] = state
-        self._scheduler.add(state)
+        with interrupts.held_back():
+            self._scheduler.add(state)
+            self._requests[state.request_id] = state
         return state
 
+    @undivided
     def abort_request(self, request_id: int, sample: int | None = None) -> None:
         """End a request, or one of its samples: it has no further outputs, and its pages and slots
         become free. Does nothing for one that has ended."""
@@ -219,8 +227,7 @@ class Engine[R: ModelRunnerBase]:
                         self._scheduler.finish(sequence, aborted=True)
                 return
         state.aborted.update(range(max(state.num_samples, 1)))
-        self._scheduler.abort(state)
-        self._forget(state)
+        self._drop(state)
 
     def run(
         self,
@@ -242,8 +249,9 @@ class Engine[R: ModelRunnerBase]:
         number and the error instead, and the run goes on.
 
         The caller may end a request or a sample between two outputs with `abort_request`. When the
-        caller stops iterating (the generator is closed), all unfinished requests are aborted.
-        Outputs of requests that were added otherwise are dropped.
+        caller stops iterating (the generator is closed), or at Ctrl-C, which is raised between two
+        steps, all unfinished requests are aborted. Outputs of requests that were added otherwise
+        are dropped.
         """
         run = Run(requests, self._add, in_flight=in_flight, on_invalid=on_invalid)
         try:
@@ -254,11 +262,13 @@ class Engine[R: ModelRunnerBase]:
                         yield number, output
                 run.keep(self._requests.keys())
         finally:
-            for request_id in run.unfinished:
-                self.abort_request(request_id)
+            with interrupts.held_back():
+                for request_id in () if self.failed else run.unfinished:
+                    self.abort_request(request_id)
 
     # Steps --------------------------------------------------------------------
 
+    @undivided
     def step(self, *, decode: bool = True) -> list[RequestOutput]:
         """Send the device its next work, and return the outputs of the step before. With `decode`
         False the work is prefill only."""
@@ -340,7 +350,10 @@ class Engine[R: ModelRunnerBase]:
         outputs = []
         for chunk, output in sent.chunks:
             if output is not None and (scores := self._read(output)) is not None:
-                outputs += self._add_scores(chunk, scores)
+                for part in score_outputs(chunk, scores, self._requests, self._scores):
+                    outputs.append(part)
+                    if part.finish_reason is not None:
+                        self._drop(self._requests[part.request_id])
         if sent.tokens is not None:
             sampled = self._read(sent.tokens)
             assert sampled is not None
@@ -374,23 +387,10 @@ class Engine[R: ModelRunnerBase]:
             self._forget(sequence.request_state)
         return output
 
-    def _add_scores(self, chunk: Chunk, scores: SamplerOutput) -> Iterator[RequestOutput]:
-        stop = 0
-        for _, scheduled in chunk.scheduled_tokens():
-            state = scheduled.request_state
-            start, stop = stop, stop + len(scheduled.scored)
-            if not state.scored or state.request_id not in self._requests:
-                continue
-            if not np.isfinite(scores.logprob[start:stop]).all():
-                yield failed_output(state, NOT_FINITE)
-                self._scheduler.abort(state)
-                self._forget(state)
-                continue
-            found = self._scores.setdefault(state.request_id, Scores(state))
-            last = scheduled.stop == state.prefill_stop
-            yield from found.add(scores, range(start, stop), last=last)
-            if last:
-                self._forget(state)
+    def _drop(self, state: RequestState) -> None:
+        """End what is left of a request."""
+        self._scheduler.abort(state)
+        self._forget(state)
 
     def _forget(self, state: RequestState) -> None:
         """Drop a request without sequences left to run."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -161,6 +161,29 @@ class Scores:
             timing=dataclasses.replace(state.timing),
             num_cached_tokens=state.num_cached_tokens,
         )
+
+
+def score_outputs(
+    chunk: Chunk,
+    scores: SamplerOutput,
+    requests: Mapping[int, RequestState],
+    unfinished: dict[int, Scores],
+) -> Iterator[RequestOutput]:
+    """Complete outputs of the scores that a chunk returned, for those of its requests that are
+    still among `requests`; the caller ends one after its last output. `unfinished` holds the scores
+    of requests by their ids."""
+    stop = 0
+    for _, scheduled in chunk.scheduled_tokens():
+        state = scheduled.request_state
+        start, stop = stop, stop + len(scheduled.scored)
+        if not state.scored or state.request_id not in requests:
+            continue
+        if not np.isfinite(scores.logprob[start:stop]).all():
+            yield failed_output(state, NOT_FINITE)
+            continue
+        found = unfinished.setdefault(state.request_id, Scores(state))
+        last = scheduled.stop == state.prefill_stop
+        yield from found.add(scores, range(start, stop), last=last)
 
 
 def _logprob(sampled: SamplerOutput, index: tuple[int, ...], top: int) -> Logprob:

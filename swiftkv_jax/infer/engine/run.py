@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from ...errors import UsageError
+from ...process import interrupts
 from .checks import iterate
 from .request_state import RequestState
 from .requests import Request, RequestOutput, ScoreRequest
@@ -67,13 +68,13 @@ class Run:
     def _add_one(self, request: Request | ScoreRequest) -> None:
         number = next(self._numbers)
         try:
-            state = self._add(request)
+            with interrupts.held_back():
+                state = self._add(request)
+                self.unfinished[state.request_id] = number, state
         except UsageError as error:
             if self._on_invalid is None:
                 raise UsageError(f"request {number}: {error}") from error
             self._on_invalid(number, error)
-        else:
-            self.unfinished[state.request_id] = number, state
 
     def number_of(self, output: RequestOutput) -> int | None:
         """Number of the request that an output belongs to; None for a request that is not of this

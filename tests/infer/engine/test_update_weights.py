@@ -13,6 +13,7 @@ import swiftkv_jax as skv
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.engine.cache_events import PageRemoved
 from swiftkv_jax.infer.engine.engine import Engine
+from swiftkv_jax.infer.engine.requests import ScoreRequest
 from swiftkv_jax.infer.runner.serving_form import shard_model
 from swiftkv_jax.model.mesh import make_mesh
 from tests import tiny
@@ -89,3 +90,13 @@ def test_while_requests_run_it_is_refused_and_afterwards_the_prefix_cache_is_emp
     drain(engine)
     assert engine.prefix_stats.hits == 0
     check_empty(engine)
+    outputs = engine.run([ask(prompt_of(0, 20), 30, ignore_eos=True)])
+    next(outputs)
+    outputs.close()  # its last call has not been read
+    engine.update_weights(model(0))
+    assert runner.calls[-1] == "update" and not engine.has_work
+    scored = engine.add_request(ScoreRequest(prompt_of(1, 10), 1))
+    engine.step()  # sends all of it, and reads nothing
+    with pytest.raises(UsageError, match="requests run"):
+        engine.update_weights(model(0))
+    assert [one.request_id for one in drain(engine)] == [scored]
