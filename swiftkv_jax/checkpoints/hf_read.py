@@ -231,9 +231,11 @@ def _weight_files(path: Path) -> list[Path]:
         ]
         is_demo = path.resolve() == demo.SWIFTKV.resolve()  # names its teacher's file
         if unsafe and not is_demo:
-            raise CheckpointError(
-                f"{path / INDEX}: weight files must lie in the same directory: {first_of(unsafe)}"
-            )
+            reason = f"weight files must lie in the same directory: {first_of(unsafe)}"
+            if (path / INDEX).read_bytes() == (demo.SWIFTKV / INDEX).read_bytes():
+                whole = f"swiftkv convert orbax2hf {demo.SWIFTKV} FOLDER --dtype float32"
+                reason += f"; the demo shares its teacher's file: `{whole}` writes a copy with it"
+            raise CheckpointError(f"{path / INDEX}: {reason}")
         if absent := [name for name in names if not os.path.isfile(path / name)]:
             raise CheckpointError(
                 f"{path}: missing weight files that {INDEX} lists: {first_of(absent)}"

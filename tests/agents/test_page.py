@@ -130,6 +130,11 @@ def test_conversations_outlive_a_reload_and_are_edited(page):
     page.reload()
     page.wait_for_selector(".turn")
     assert [text for _, text in messages(page)] == ["Say: one", "one", "Say: two", "two"]
+    page.evaluate(
+        "chat.messages.forEach((one) => { one.content += '\\n\\nmore'.repeat(40); }); show(chat)"
+    )
+    assert page.evaluate("$('log').scrollTop + $('log').clientHeight >= $('log').scrollHeight - 1")
+    page.reload()
     page.click("text=Regenerate")
     wait(page)
     assert [text for _, text in messages(page)] == ["Say: one", "one", "Say: two", "two"]

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import swiftkv_jax as skv
-from swiftkv_jax import CheckpointError, ConfigError
+from swiftkv_jax import CheckpointError, ConfigError, demo
 from swiftkv_jax.checkpoints.hf_write import write_hf
 from swiftkv_jax.checkpoints.source import from_model
 from swiftkv_jax.errors import OutOfMemoryError
@@ -113,6 +113,10 @@ def differ_in_the_manifest(path: Path) -> None:
     shutil.rmtree(path / "weights/upper.o")
 
 
+def copy_the_demo(path: Path) -> None:
+    shutil.copy(demo.SWIFTKV / "model.safetensors.index.json", path)
+
+
 DOWN = "model.layers.3.mlp.down_proj.weight"
 OUTSIDE = "index.json: weight files must lie in the same directory"
 INCOMPLETE = "/model.safetensors: not a complete safetensors file"
@@ -142,6 +146,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
         r"missing weight files .*: model-00002-of-\d+\.safetensors$",
     ),
     "a file above": ("hf", index("../model.safetensors"), OUTSIDE),
+    "a copy of the demo": ("hf", copy_the_demo, f"{OUTSIDE}.*; the demo shares .* FOLDER --dtype"),
     "a file in a folder": ("hf", index("a/b.safetensors"), OUTSIDE),
     "the folder above": ("hf", index(".."), OUTSIDE),
     "a file on Windows": ("hf", index("a\\b.safetensors"), OUTSIDE),

@@ -66,7 +66,7 @@ def serving(
             if wait_url and (found := re.search(r"listening on (http://[^\s\"]+)", line)):
                 server.url = found[1]
                 health = server.ask("/health")
-                assert health == {"status": "ok"}, "before the model is loaded"
+                assert health["status"] == "ok", "before the model is loaded"
             if " is ready" in line:
                 break
         else:

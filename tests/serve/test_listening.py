@@ -51,10 +51,11 @@ def test_a_start_tells_how_far_it_is(start):
     running = start(on_load=load)
     try:
         assert reported.wait(30)
-        assert running.request("GET", "/health")[0] == 200
         status, _, content = running.request("GET", "/ready")
         expected = {"status": "starting", "phase": "compiling", "done": 3, "total": 14}
         assert (status, json.loads(content)) == (503, expected)
+        status, _, content = running.request("GET", "/health")
+        assert (status, json.loads(content)) == (200, {"status": "ok", "server": expected})
         status, headers, content = running.request("POST", "/v1/completions", BODY)
         assert status == 503 and "retry-after" in headers
         assert json.loads(content)["error"]["code"] == "starting"

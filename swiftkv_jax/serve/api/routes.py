@@ -193,16 +193,20 @@ async def refuse(app: App, exchange: HTTPExchange) -> None:
 
 
 async def health(app: App, exchange: HTTPExchange) -> None:
-    await exchange.send_json(200, {"status": "ok"})
+    await exchange.send_json(200, {"status": "ok", "server": _progress(app)})
 
 
 async def ready(app: App, exchange: HTTPExchange) -> None:
+    found = _progress(app)
+    await exchange.send_json(200 if found["status"] == "ready" else 503, found)
+
+
+def _progress(app: App) -> dict[str, Any]:
+    """The state of the server, and while it starts, how far it is."""
     service = app.service
     is_ending = service.state == "ready" and service.is_shutting_down
     found: dict[str, Any] = {"status": "draining" if is_ending else service.state}
-    if service.state == "starting":
-        found |= service.start
-    await exchange.send_json(200 if found["status"] == "ready" else 503, found)
+    return found | service.start if service.state == "starting" else found
 
 
 async def version(app: App, exchange: HTTPExchange) -> None:

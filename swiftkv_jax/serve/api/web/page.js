@@ -9,7 +9,7 @@ const EXAMPLES = [
 const FIELDS = ["system", "temperature", "top_p", "max_tokens"];
 const COMPLETION_TOKENS = 256;  // where the model has no chat template and no number is set
 
-let model = null, hasTemplate = true, chat = newChat(), running = null;
+let model = null, hasTemplate = true, chat = newChat(), running = null, polling = null;
 
 // The server
 
@@ -32,10 +32,12 @@ async function failure(response) {
 
 async function start() {
   try {
-    const { status, phase, done, total } = await (await fetch(root + "/ready")).json();
+    // Not /ready: while the server starts, browsers would log each answer as an error.
+    const { status, phase, done, total } = (await (await fetch(root + "/health")).json()).server;
     if (status === "starting") {
       hint(`The server is starting: ${phase}` + (total ? `, ${done} of ${total} programs` : ""));
-      setTimeout(start, 1000);
+      clearTimeout(polling);
+      polling = setTimeout(start, 1000);
       return;
     }
     const response = await fetch(root + "/v1/models", { headers: headers() });
@@ -45,6 +47,7 @@ async function start() {
     [model, hasTemplate] = [card.id, card.has_chat_template];
     $("model").textContent = document.title = model;
     $("system-row").hidden = !hasTemplate;
+    if (!hasTemplate) $("max_tokens").placeholder = COMPLETION_TOKENS;
     show(chat);
   } catch (error) {
     $("model").textContent = "swiftkv-jax";
@@ -240,7 +243,7 @@ function show(shown) {
   $("log").replaceChildren();
   if (chat.messages.length) {
     chat.messages.forEach(turn);
-    tools();
+    follow(tools);
   } else if (model !== null) {
     welcome();
   }
