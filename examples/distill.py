@@ -31,7 +31,8 @@ def main() -> None:
     random = np.random.default_rng(0)
 
     optimizer = optax.adamw(2e-3)
-    delta: Any = model.swiftkv
+    # In float32: bfloat16, in which weights are on an accelerator, loses small updates.
+    delta: Any = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), model.swiftkv)
     moments = optimizer.init(delta)
     loss_mask = jnp.ones((ROWS, LENGTH)).at[:, -1].set(0)  # nothing is known after the last token
 

@@ -33,7 +33,7 @@ from .model.model import Model, check_model, cut_of
 from .model.params import Llama, SwiftKV
 from .model.quantization import refuse_quantized
 from .model.sharding import batch_sharding
-from .model.stacks import split_layers
+from .model.stacks import cast, split_layers
 from .pallas_kernels import Implementation
 
 if TYPE_CHECKING:  # imported where it is used: `load` needs neither scipy nor training
@@ -221,6 +221,7 @@ def _logits(
     if delta is None:
         hidden = transformer.teacher(config, llama, batch, attention=attention)
     else:
+        delta = cast(delta, llama.embed.dtype)  # that of a master copy is wider
         hidden = transformer.student(
             config, llama, delta, batch, attention=attention, own=batch.own
         )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from .config import Config
 from .params import Llama, require_teacher
+from .quantization import is_quantized
 
 
 def split_layers(config: Config, llama: Llama) -> Llama:
@@ -49,5 +50,12 @@ def unstack[Tree](
 
 
 def cast[Tree](tree: Tree, dtype) -> Tree:
-    """Every leaf in `dtype`; leaves that already are stay the same buffers."""
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
+    """Every array in `dtype`, except 8-bit matrices and their scales; arrays that already are stay
+    the same buffers."""
+
+    def leaf(array):
+        if is_quantized(array) or array.dtype == dtype:
+            return array
+        return array.astype(dtype)
+
+    return jax.tree.map(leaf, tree, is_leaf=is_quantized)

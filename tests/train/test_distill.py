@@ -87,6 +87,17 @@ def test_gradient_agrees_with_finite_differences_and_reaches_only_the_delta():
     np.testing.assert_allclose(numeric, exact, rtol=1e-2)
 
 
+def test_the_loss_and_its_gradient_are_float32_under_x64():
+    model, tokens, mask = make_model(), np.asarray(make_tokens()), np.ones((2, 13))
+
+    def loss(delta):
+        return distill_loss(dataclasses.replace(model, swiftkv=delta), tokens, mask)[0]
+
+    with jax.enable_x64(True):
+        traced = jax.eval_shape(jax.value_and_grad(loss), model.swiftkv)
+    assert {leaf.dtype for leaf in jax.tree.leaves(traced)} == {jnp.dtype("float32")}
+
+
 @pytest.mark.parametrize("remat", ["mlp", "layer"])
 def test_recomputation_changes_nothing(remat):
     model = make_model(noise=0.1, group=3)

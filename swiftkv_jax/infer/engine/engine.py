@@ -152,8 +152,9 @@ class Engine[R: ModelRunnerBase]:
 
     @undivided
     def update_weights(self, model: Model, *, donate: bool = False) -> None:
-        """Serve other values: `model` has the same config, shapes and dtypes as the one before.
-        Nothing is compiled, and the prefix cache is emptied.
+        """Serve other values: `model` has the same config, shapes and dtypes as the one before,
+        except that a delta of another dtype is cast. Nothing is compiled, and the prefix cache is
+        emptied.
 
         The old weights are dropped first; memory and `donate` are as in `from_model`. Raises
         `UsageError`, before anything changes, while requests run and if `model` does not fit.

@@ -18,6 +18,7 @@ from ...model.cache import cache_dtype
 from ...model.config import Config
 from ...model.mesh import check_mesh, dp_size, mesh_of
 from ...model.model import Model, check_model
+from ...model.stacks import cast
 from ...pallas_kernels import Implementation
 from ...plan.hardware import hardware_of
 from ..engine.options import EngineOptions, SpeculativeConfig
@@ -54,6 +55,8 @@ def build_model_runner(
     if not isinstance(options, EngineOptions):
         raise UsageError(f"`options` must be EngineOptions, got {type(options).__name__}")
     swiftkv = model.uses_swiftkv(swiftkv)
+    if swiftkv:
+        model = dataclasses.replace(model, swiftkv=cast(model.swiftkv, model.dtype))
     config = model.config.at_length(options.max_model_len or model.config.max_position_embeddings)
     mesh = mesh or mesh_of(model.llama.embed)
     served = served_config(config, swiftkv, options.generated_kv, options.exact_tail, mesh=mesh)

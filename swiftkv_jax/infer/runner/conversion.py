@@ -13,6 +13,7 @@ from ...errors import UsageError
 from ...model.config import Config
 from ...model.model import Model, check_model
 from ...model.quantization import with_kernels, with_scheme
+from ...model.stacks import cast
 from .memory import allocating
 from .serving_form import Weights, serve_model
 
@@ -51,7 +52,8 @@ class Conversion:
 
     def placed(self, model: Model) -> Model:
         """The model on the devices of the first one; arrays that are there are not moved. Raises
-        `UsageError` unless its config, parts, shapes and dtypes are the first one's."""
+        `UsageError` unless its config, parts, shapes and dtypes are the first one's. The dtype of a
+        delta may be another: it is cast."""
         check_model(model)
         expected, tree = jax.tree_util.tree_flatten_with_path(self._served(self.shapes))
         found, tree_found = jax.tree_util.tree_flatten_with_path(self._served(model))
@@ -69,8 +71,9 @@ class Conversion:
         return dataclasses.replace(model, **jax.tree.unflatten(tree, leaves))
 
     def _served(self, model: Model) -> dict[str, Any]:
-        """The weights that count."""
-        return {"llama": model.llama, "swiftkv": model.swiftkv if self.swiftkv else None}
+        """The weights that count, the delta in the dtype of the others."""
+        delta = cast(model.swiftkv, model.dtype) if self.swiftkv else None
+        return {"llama": model.llama, "swiftkv": delta}
 
 
 def _place(leaf: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:

@@ -98,6 +98,9 @@ def distill_sums(
             error /= jnp.square(wide).mean(axis=-1) + jnp.finfo(jnp.float32).tiny
         return (error * real).sum()
 
+    def zero(student_x, teacher_x):
+        return jnp.zeros((), jnp.float32)  # 0.0 is a float64 under jax_enable_x64
+
     with jax.named_scope("lower"):
         x, tables = run_lower_layers(config, llama, batch, attention=attention)
     with jax.named_scope("teacher"):
@@ -121,7 +124,7 @@ def distill_sums(
             tables,
             batch.segment_ids,
             layer_hook=lambda index, x: jax.lax.cond(
-                index == compared, squared_error, lambda *_: 0.0, x, teacher_hidden
+                index == compared, squared_error, zero, x, teacher_hidden
             ),
             remat=remat,
             attention=attention,

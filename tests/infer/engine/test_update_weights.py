@@ -14,8 +14,11 @@ from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.engine.cache_events import PageRemoved
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.requests import ScoreRequest
+from swiftkv_jax.infer.runner.build import build_model_runner
 from swiftkv_jax.infer.runner.serving_form import shard_model
 from swiftkv_jax.model.mesh import make_mesh
+from swiftkv_jax.model.quantization import Scheme, quantize
+from swiftkv_jax.model.stacks import cast
 from tests import tiny
 from tests.infer.engine.mock_requests import ask, check_empty, drain, prompt_of
 from tests.infer.engine.test_engine import collect, prompts_of, small
@@ -48,6 +51,31 @@ def test_answers_are_those_of_a_fresh_engine(shape, compilations):
     assert not compilations and copied.llama.lower.gate.is_deleted()
     engine.update_weights(jax.tree.map(np.asarray, second))
     assert collect(engine, REQUESTS) == expected[1]
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["", "int8"])
+def test_a_master_copy_of_the_delta_is_served_in_the_dtype_of_the_weights(quantized):
+    narrow = tiny.model_of(HF, tiny.tensors_for(HF), jnp.bfloat16)
+    delta = narrow.swiftkv
+    assert delta is not None
+    if quantized:
+        delta = dataclasses.replace(delta, q=quantize(delta.q, 1, Scheme("int8")))
+        narrow = dataclasses.replace(narrow, swiftkv=delta)
+    delta = cast(delta, jnp.float32)
+    assert delta.norm.dtype == jnp.float32
+    master = dataclasses.replace(narrow, swiftkv=delta)
+    runner = build_model_runner(master, small())
+    expected = build_model_runner(narrow, small()).weights
+    jax.tree.map(np.testing.assert_array_equal, runner.weights, expected)
+    assert dtypes(runner.weights) == dtypes(expected)
+    runner.update_weights(master, donate=False)
+    assert dtypes(runner.weights) == dtypes(expected)
+    tokens = [[1, 2, 3]]
+    assert jax.eval_shape(lambda model: skv.logits(model, tokens), master).shape == (1, 3, 61)
+
+
+def dtypes(tree) -> list[Any]:
+    return [leaf.dtype for leaf in jax.tree.leaves(tree)]
 
 
 def test_a_model_that_does_not_fit_changes_nothing():
