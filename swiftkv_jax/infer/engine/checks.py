@@ -116,8 +116,11 @@ def _check_prediction(
         )
 
 
-def check_ends(request: Request, end_token_ids: Sequence[int]) -> None:
+def check_ends(request: Request | ScoreRequest, eos_token_ids: Sequence[int]) -> None:
     """Raise `UsageError` if `min_tokens` forbids every token that the request allows."""
+    if isinstance(request, ScoreRequest):
+        return
+    end_token_ids = request.params.end_token_ids(eos_token_ids)
     allowed = getattr(request.grammar, "allowed_token_ids", None)
     if request.params.min_tokens and allowed is not None and set(allowed) <= set(end_token_ids):
         raise UsageError(

@@ -34,7 +34,7 @@ from .options import EngineOptions
 from .outputs import Scores, Sent, failed_output, score_outputs, sequence_output
 from .page_pool import PrefixStats, page_pools, record_events
 from .request_state import RequestState, SequenceState
-from .requests import Request, RequestOutput, ScoreRequest
+from .requests import Request, RequestOutput, ScoreRequest, with_own_tokens
 from .run import Run
 from .sampler_output import AsyncOutput, SamplerOutput
 from .scheduler import MAX_SKIPS, Scheduler
@@ -202,9 +202,9 @@ class Engine[R: ModelRunnerBase]:
 
     def _add(self, request: Request | ScoreRequest) -> RequestState:
         check_whole(self)
+        request = with_own_tokens(request)
         check_request(request, self.config, self.options)
-        if isinstance(request, Request):
-            check_ends(request, request.params.end_token_ids(self.eos_token_ids))
+        check_ends(request, self.eos_token_ids)
         own, head = own_start(request, self.config), self.config.exact_head
         state = RequestState(next(self._ids), request, own, head)
         state.adapter = self.adapters.number_of(request.adapter)

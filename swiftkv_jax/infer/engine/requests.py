@@ -88,6 +88,25 @@ class ScoreRequest:
         return 0
 
 
+def with_own_tokens[T](request: T) -> T:
+    """The request with copies of its tokens, which the caller may change. What is no request stays
+    as it is, and so does what no list of tokens can be."""
+    if isinstance(request, Request):
+        prediction = _copied(request.prediction)
+        return dataclasses.replace(request, prompt=_copied(request.prompt), prediction=prediction)
+    if isinstance(request, ScoreRequest):
+        return dataclasses.replace(request, tokens=_copied(request.tokens))
+    return request
+
+
+def _copied(tokens: Sequence[int]) -> Sequence[int]:
+    if isinstance(tokens, np.ndarray):
+        return tokens.copy()
+    if isinstance(tokens, Sequence) and not isinstance(tokens, str | range):
+        return tuple(tokens)
+    return tokens
+
+
 @dataclasses.dataclass(frozen=True)
 class Logprob:
     """Natural logarithms of the model's own probabilities, before temperature, penalties and
