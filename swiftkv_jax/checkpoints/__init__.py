@@ -20,7 +20,7 @@ from ..errors import CheckpointError
 from ..model.config import Config
 from ..model.model import AuxiliaryFiles, Model
 from . import foreign, source
-from .auxiliary import end_tokens, load_tokenizer, read_auxiliary_files
+from .auxiliary import end_tokens, files_of, load_tokenizer, read_auxiliary_files
 from .gguf.file import is_gguf
 from .gguf.read import gguf_files, open_gguf
 from .hf_read import open_hf
@@ -67,12 +67,17 @@ def open_any(path: str | os.PathLike[str], config: Config | None = None) -> Sour
 
 def save(model: Model, path: str | os.PathLike[str]) -> None:
     """Write a model with Orbax (`orbax_io.write_orbax`). Its leaves may be gradients."""
-    write_orbax(source.from_model(model), path)
+    write_orbax(_source_of(model), path)
 
 
 def save_hf(model: Model, path: str | os.PathLike[str], *, format: Format = "full") -> None:
     """Write a model as a Hugging Face directory (`hf_write.write_hf`)."""
-    write_hf(source.from_model(model), path, format=format)
+    write_hf(_source_of(model), path, format=format)
+
+
+def _source_of(model: Model) -> Source:
+    """A model in memory, with the files that are written beside its weights."""
+    return dataclasses.replace(source.from_model(model), auxiliary_files=files_of(model))
 
 
 def kind_of(path: Path) -> Kind:

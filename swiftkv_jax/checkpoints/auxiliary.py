@@ -4,25 +4,27 @@ files."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import logging
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, ConfigError
 from ..model.config import Config
 from ..model.cut import CUT_FIELDS
-from ..model.model import LOSS_FIELDS, AuxiliaryFiles
+from ..model.model import LOSS_FIELDS, AuxiliaryFiles, Model
 from ..model.quantization import Format
 from ..process.files import write_json
 from .foreign import check_no_pointer
 from .hf_config import config_from_hf, config_to_hf, is_wrapped, text_fields
 from .quantized.compressed_tensors import quantization_config
 from .quantized.config import read_quantization_config
-from .tokenizer import TEMPLATES, corrected, read_tokenizer
+from .tokenizer import TEMPLATES, corrected, read_tokenizer, with_chat_template
 
 logger = logging.getLogger(__name__)
 
@@ -68,12 +70,25 @@ def read_auxiliary_files(path: Path) -> tuple[Config, AuxiliaryFiles, tuple[int,
         check_no_pointer(path / name, content)
     if hf_config["model_type"] == "mistral" and "tokenizer.json" in contents:
         contents["tokenizer.json"] = corrected(path, contents["tokenizer.json"])
-    eos = None
+    generation = {}
     if GENERATION_CONFIG in contents:
-        eos = read_json(path / GENERATION_CONFIG).get("eos_token_id")
-    if eos is None:
-        eos = hf_config.get("eos_token_id")
-    return config, AuxiliaryFiles(contents, hf_config), _token_ids(path, eos)
+        generation = read_json(path / GENERATION_CONFIG)
+    return config, AuxiliaryFiles(contents, hf_config), _stated_ends(path, generation, hf_config)
+
+
+def files_of(model: Model) -> AuxiliaryFiles:
+    """The files of a model, with its end tokens and its tokenizer's chat template where they state
+    others."""
+    contents = dict(model.auxiliary_files.contents)
+    generation = json.loads(contents.get(GENERATION_CONFIG, b"{}"))
+    stated = _stated_ends(Path(GENERATION_CONFIG), generation, model.auxiliary_files.hf_config)
+    ends = tuple(map(int, model.eos_token_ids))
+    if ends not in (stated, end_tokens(stated, model.tokenizer, model.config.vocab_size)):
+        generation["eos_token_id"] = ends
+        contents[GENERATION_CONFIG] = json.dumps(generation, indent=2).encode()
+    if has_tokenizer(model.auxiliary_files) and hasattr(model.tokenizer, "chat_template"):
+        contents = with_chat_template(contents, model.tokenizer.chat_template)
+    return dataclasses.replace(model.auxiliary_files, contents=contents)
 
 
 @functools.cache
@@ -191,8 +206,15 @@ def read_json(file: Path, error_type: type[CheckpointError] = CheckpointError) -
     return value
 
 
-def _token_ids(path: Path, value: Any) -> tuple[int, ...]:
-    ids = value
+def _stated_ends(
+    path: Path, generation: Mapping[str, Any], hf_config: Mapping[str, Any]
+) -> tuple[int, ...]:
+    """The end tokens of generation_config.json, or where it has none those of config.json. Raises
+    `CheckpointError` that names `path` for what are no token ids."""
+    value: Any = generation.get("eos_token_id")
+    if value is None:
+        value = hf_config.get("eos_token_id")
+    ids: Any = value
     if value is None:
         ids = []
     elif not isinstance(value, list):

@@ -238,7 +238,29 @@ def _chat_template(
         if not isinstance(stated, list):
             return stated
         found = {template["name"]: template["template"] for template in stated}
-    return found["default"] if found.keys() == {"default"} else found
+    return (found["default"] or None) if found.keys() == {"default"} else found
+
+
+def with_chat_template(
+    contents: Mapping[str, bytes], template: str | dict[str, str] | None
+) -> dict[str, bytes]:
+    """The tokenizer's files with this chat template, or name -> template; the same files if they
+    have it."""
+    named = _by_name(template)
+    if named == _by_name(_chat_template(_settings(contents), contents)):
+        return dict(contents)
+    found = {name: text for name, text in contents.items() if not name.startswith(f"{TEMPLATES}/")}
+    found.pop("chat_template.jinja", None)
+    for name, text in (named or {"default": ""}).items():  # an empty one hides other files' too
+        file = "chat_template.jinja" if name == "default" else f"{TEMPLATES}/{name}.jinja"
+        found[file] = text.encode()
+    return found
+
+
+def _by_name(template: str | dict[str, str] | None) -> dict[str, str]:
+    if isinstance(template, dict):
+        return template
+    return {"default": template} if template else {}
 
 
 # What goes around a text ------------------------------------------------------

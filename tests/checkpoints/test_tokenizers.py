@@ -1,6 +1,7 @@
 """A model's tokenizer is that of its tokenizer.json, or of its SentencePiece file, on every way in
 and out of this package."""
 
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -223,6 +224,17 @@ def test_copies_and_students_have_the_tokenizer_of_their_base(tmp_path, backends
         assert tokenizer.name_or_path == str(tmp_path / copy)
         assert tokenizer_fingerprint(tokenizer) == tokenizer_fingerprint(base.tokenizer)
     assert ids(skv.load(tmp_path / "student").tokenizer, " a") == ids(base.tokenizer, " a")
+    for copy in ("orbax", "hf"):
+        contents = skv.load(tmp_path / copy).auxiliary_files.contents
+        assert contents == base.auxiliary_files.contents, "files of what was not changed"
+    changed = dataclasses.replace(base, eos_token_ids=(2, 1))
+    for number, template in enumerate(("{{ 1 }}", {"default": "{{ 1 }}", "rag": "{{ 2 }}"}, None)):
+        changed.tokenizer.chat_template = template
+        skv.save(changed, tmp_path / f"orbax {number}")
+        skv.save_hf(changed, tmp_path / f"hf {number}")
+        for again in (skv.load(tmp_path / f"{kind} {number}") for kind in ("orbax", "hf")):
+            assert again.tokenizer.chat_template == template
+            assert again.eos_token_ids == (2, 1)
 
 
 def test_special_and_added_tokens_are_those_of_tokenizer_config(tmp_path, backends):
