@@ -330,6 +330,8 @@ def calibrate(
         prompt_attention_layers,
         prompt_mlp_neurons,
         boundary_taps,
+        generated_kv=generated_kv,
+        exact_head=exact_head,
     )
     config = choose_generated_kv(config, generated_kv, exact_tail, exact_head)
     refuse_quantized(model.llama, "calibrate")

@@ -15,7 +15,7 @@ from swiftkv_jax.model import boundary, decoder_layers, transformer
 from swiftkv_jax.model.attention import DEFAULT
 from swiftkv_jax.model.batch import Batch, unpacked_batch
 from swiftkv_jax.model.layers import embed, unembed
-from swiftkv_jax.model.model import AuxiliaryFiles
+from swiftkv_jax.model.model import AuxiliaryFiles, cut_of
 from swiftkv_jax.model.packed_attention import packed_attention
 from swiftkv_jax.model.rope import rope_tables
 from swiftkv_jax.model.stacks import split_layers, unstack
@@ -312,6 +312,18 @@ def test_group_means_are_taken_in_float32():
 def test_a_cut_that_does_not_fit(kv_layers, group, field):
     with pytest.raises(skv.ConfigError, match=field):
         skv.add_swiftkv(setup("K=L")[2], kv_layers, group)
+
+
+def test_a_student_with_an_exact_head_can_be_cut_in_groups_without_it():
+    _, _, model, _ = setup("plain")
+    model = dataclasses.replace(model, config=dataclasses.replace(model.config, exact_head=1))
+    assert skv.add_swiftkv(model, np.int64(3)).config.exact_head == 1  # type: ignore[arg-type]
+    with pytest.raises(skv.UsageError, match="`num_key_value_layers`=True must be a whole number"):
+        skv.add_swiftkv(model, True)
+    assert cut_of(model, 2, 2, exact_head=0).exact_head == 0
+
+    with pytest.raises(skv.UsageError, match="`data`"):
+        skv.calibrate(model, [], 2, 2, exact_head=0)
 
 
 def test_no_delta_without_the_teachers_upper_projections():

@@ -109,6 +109,8 @@ def generate(
         )
     if not isinstance(prompts, str | Sequence):
         prompts = _as_lists(prompts)
+    if not isinstance(prompts, str):
+        prompts = [_plain(prompt) for prompt in prompts]
     one = isinstance(prompts, str) or _is_token_ids(prompts)
     many: list[Any] = [prompts] if one else list(prompts)
     text = any(isinstance(prompt, str) for prompt in many)
@@ -130,7 +132,7 @@ def generate(
             lengths.append(len(token_ids) if isinstance(token_ids, Sized) else 1)
     positions = model.config.max_position_embeddings
     if max_model_len is None:  # the cache fits these prompts, the model is what it is for any
-        max_model_len = min(max(lengths) + max_tokens, positions)
+        max_model_len = min(max(lengths) + params.max_tokens, positions)
         model = dataclasses.replace(model, config=model.config.at_length(positions))
     options = EngineOptions(
         max_model_len=max_model_len,
@@ -200,12 +202,19 @@ def _naming(number: int | None) -> Iterator[None]:
 
 def _as_lists(prompts: Any) -> Any:
     """An array of token ids, of NumPy or JAX, as lists."""
-    if not isinstance(prompts, np.ndarray | jax.Array):
+    if not isinstance(prompts, np.ndarray | jax.Array) or prompts.ndim == 0:
         raise UsageError(
             f"`prompts` must be a text or token ids, or a list of either, got "
             f"{type(prompts).__name__}"
         )
     return np.asarray(prompts).tolist()
+
+
+def _plain(prompt: Any) -> Any:
+    """A prompt, or a token id, an array of JAX or one without axes as Python's numbers."""
+    if isinstance(prompt, jax.Array) or (isinstance(prompt, np.ndarray) and prompt.ndim == 0):
+        return np.asarray(prompt).tolist()
+    return prompt
 
 
 def _is_token_ids(prompts: Sequence[Any]) -> bool:

@@ -84,6 +84,16 @@ def ungrouped(config: Config) -> Config:
     return dataclasses.replace(config, key_value_group_size=1, shared_kv_heads=None)
 
 
+def drop_own(config: Config, generated_kv: GeneratedKV | None, exact_head: int | None) -> Config:
+    """`config` without those tokens that keep their own upper keys and values and by these fields
+    no longer do, as for another cut, which they may not fit."""
+    if generated_kv == "boundary":
+        config = dataclasses.replace(config, generated_kv="boundary", exact_tail=0)
+    if exact_head == 0:
+        config = dataclasses.replace(config, exact_head=0)
+    return config
+
+
 def choose_generated_kv(
     config: Config,
     generated_kv: GeneratedKV | None = None,

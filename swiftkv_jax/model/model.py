@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from typing import Any
 
 import jax
@@ -10,7 +11,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from ..errors import ConfigError, UsageError
-from .config import Config
+from .config import Config, GeneratedKV
+from .cut import drop_own
 from .initialization import init_swiftkv
 from .params import Llama, SwiftKV
 from .quantization import Scheme, is_quantized, refuse_quantized, scheme_of, values_of
@@ -131,23 +133,27 @@ def cut_of(
     prompt_attention_layers: int = 0,
     prompt_mlp_neurons: int = 0,
     boundary_taps: int = 0,
+    *,
+    generated_kv: GeneratedKV | None = None,
+    exact_head: int | None = None,
 ) -> Config:
-    """The architecture of `model` at a cut, for a fresh delta. Raises `ConfigError` if the cut does
-    not fit, and `UsageError` if `model` is none."""
+    """The architecture of `model` at a cut, for a fresh delta, without what `generated_kv` and
+    `exact_head` drop. Raises `ConfigError` if the cut does not fit, and `UsageError` if `model` is
+    none."""
     check_model(model)
     for name, value in (
         ("num_key_value_layers", num_key_value_layers),
         ("key_value_group_size", key_value_group_size),
     ):
-        if not isinstance(value, int):
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             raise UsageError(f"`{name}`={value!r} must be a whole number")
     if num_key_value_layers < 1:  # 0 means "all" in a configuration file; here it would be a slip
         raise ConfigError(
             f"{num_key_value_layers=} must be from 1 to num_layers={model.config.num_layers}"
         )
-    config = model.config.cut(
-        num_key_value_layers,
-        key_value_group_size,
+    config = drop_own(model.config, generated_kv, exact_head).cut(
+        int(num_key_value_layers),
+        int(key_value_group_size),
         prompt_attention_layers=prompt_attention_layers,
         prompt_mlp_neurons=prompt_mlp_neurons,
         boundary_taps=boundary_taps,
@@ -169,7 +175,8 @@ def add_swiftkv(
     The first `num_key_value_layers` layers keep their keys and values; the others share one
     projection per `key_value_group_size` layers, after `prompt_attention_layers` of which prompts
     run the attention and `prompt_mlp_neurons`, and with `boundary_taps` (see `Config`). Any delta
-    the model has is left behind. Raises `ConfigError` if the cut does not fit and `UsageError` if
+    the model has is left behind; its `generated_kv`, `exact_tail` and `exact_head` stay, as in
+    `calibrate`. Raises `ConfigError` if the cut does not fit and `UsageError` if
     the model is quantised, or none.
     """
     config = cut_of(

@@ -110,9 +110,9 @@ def test_a_prompt_draws_by_its_number():
     assert first == sampled()[0] != second
 
 
-def test_prompts_may_be_numpy_arrays():
-    arrays = [np.asarray(prompt) for prompt in PROMPTS]
-    answers = generate(model(), arrays, max_tokens=3)  # pyright: ignore
+def test_prompts_and_numbers_may_be_arrays():
+    arrays = [jnp.asarray(PROMPTS[0]), *(np.asarray(prompt) for prompt in PROMPTS[1:])]
+    answers = generate(model(), arrays, max_tokens=np.int64(3))  # pyright: ignore
     assert answers == generate(model(), PROMPTS, max_tokens=3)
 
 
@@ -143,6 +143,7 @@ def test_no_prompts_give_no_answers():
         ([[1]], {"max_model_len": 0}, "`max_model_len`=0"),
         ([[1]], {"max_new_tokens": 5}, "`max_new_tokens` says `max_tokens` a second time"),
         (5, {}, "`prompts` must be a text or token ids, or a list of either, got int"),
+        (np.asarray(5), {}, "`prompts` must be .*got ndarray"),
         (None, {}, "`prompts` must be .*got NoneType"),
         ([[1], "a"], {}, "all texts or all token ids, got both"),
         ([61], {}, "^the prompt: token id 61 is outside"),
@@ -196,8 +197,8 @@ def test_a_served_student_needs_no_teacher():
 def test_one_prompt_gives_one_answer():
     answers = generate(model(), PROMPTS, max_tokens=3)
     assert generate(model(), PROMPTS[0], max_tokens=3) == answers[0]
-    array = np.asarray(PROMPTS[3])
-    assert generate(model(), array, max_tokens=3) == answers[3]  # pyright: ignore
+    for array in (np.asarray(PROMPTS[3]), list(jnp.asarray(PROMPTS[3]))):
+        assert generate(model(), array, max_tokens=3) == answers[3]  # pyright: ignore
 
 
 # Text -------------------------------------------------------------------------

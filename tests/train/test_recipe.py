@@ -86,6 +86,17 @@ def test_a_delta_needs_no_closed_form():
         cut_model(dataclasses.replace(RECIPE, key_value_group_size=4), config)
 
 
+def test_an_exact_head_or_own_keys_that_are_dropped_do_not_hinder_a_cut():
+    kept = config_of(key_value_group_size=1, exact_head=1, generated_kv="own", exact_tail=4)
+    dropped = dataclasses.replace(kept, exact_head=0, generated_kv="boundary", exact_tail=0)
+    recipe = dataclasses.replace(
+        RECIPE, init="authors", key_value_group_size=2, exact_head=0, generated_kv="boundary"
+    )
+    assert cut_model(recipe, kept) == dropped.cut(2, 2)
+    with pytest.raises(UsageError, match="exact_head=1 needs key_value_group_size=1"):
+        cut_model(dataclasses.replace(recipe, exact_head=None), kept)
+
+
 # Continuing a run -------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from ...cli.model_loading import load_model, read_model
 from ...errors import OutOfMemoryError, UsageError
 from ...model.cache import cache_dtype
 from ...model.config import Config
-from ...model.cut import choose_cut, choose_generated_kv
+from ...model.cut import choose_cut, choose_generated_kv, drop_own
 from ...model.mesh import dp_size, num_devices
 from ...model.model import Model, add_swiftkv, default_dtype
 from ...model.quantization import Format, Scheme, scheme_for
@@ -155,7 +155,7 @@ def _dummy_source(options: BenchOptions) -> Source:
     )
     config, name = _dummy_config(options)
     if STUDENT in options.swiftkv:
-        config = choose_cut(config, **options.cut)
+        config = choose_cut(_without_own(options, config), **options.cut)
     config = _with_generated_kv(options, config)
     dtype = default_dtype()
     if model.dtype not in (None, "auto"):
@@ -222,8 +222,13 @@ def _with_cut(options: BenchOptions, model: Model) -> Model:
     """The model with a new delta if the options name a cut: speed does not depend on what a delta
     has learnt."""
     if options.num_key_value_layers is not None:
+        model = dataclasses.replace(model, config=_without_own(options, model.config))
         model = add_swiftkv(model, **options.cut)
     return dataclasses.replace(model, config=_with_generated_kv(options, model.config))
+
+
+def _without_own(options: BenchOptions, config: Config) -> Config:
+    return drop_own(config, options.engine.get("generated_kv"), options.exact_head)
 
 
 def _with_generated_kv(options: BenchOptions, config: Config) -> Config:

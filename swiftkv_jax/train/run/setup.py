@@ -20,7 +20,7 @@ from ...checkpoints.digest import digest_all
 from ...checkpoints.training_run import RECIPE, config_differences
 from ...errors import CheckpointError, ConfigError, OutOfMemoryError, UsageError
 from ...model.config import Config
-from ...model.cut import choose_cut, choose_generated_kv, describe_cut, has_same_delta
+from ...model.cut import choose_cut, choose_generated_kv, describe_cut, drop_own, has_same_delta
 from ...model.model import Model
 from ...model.params import llama_shapes, swiftkv_shapes
 from ...model.quantization import refuse_quantized
@@ -46,7 +46,7 @@ def cut_model(options: RunOptions, found: Config) -> Config:
     Raises `UsageError` for a cut or a length of rows that does not fit the model.
     """
     config = choose_cut(
-        found,
+        drop_own(found, options.generated_kv, options.exact_head),
         options.num_key_value_layers,
         options.key_value_group_size,
         prompt_attention_layers=options.prompt_attention_layers,
