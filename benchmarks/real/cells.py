@@ -42,7 +42,7 @@ class Program:
         if count := self.prompt_attention_layers:
             parts.append(f"attention of {count}")
         if self.prompt_mlp_neurons:
-            parts[-1] += f" and {self.prompt_mlp_neurons} neurons"
+            parts.append(f"{self.prompt_mlp_neurons} neurons")
         if self.exact_head:
             parts.append("exact head")
         if self.key_value_group_size:

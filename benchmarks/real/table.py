@@ -38,15 +38,14 @@ LEGEND = (
     f"`prefill` is the share of the teacher's operations for a prompt of 2,048 tokens. `English` "
     f"and `code` are the perplexity above the teacher's after a prompt of {PROMPT}, in rows of "
     f"{LENGTH} tokens of held-out packages; `far` the nats lost on far tokens of both, and `far "
-    f"KL` the divergence there. The last columns are the share of questions whose answer is right "
-    f"in every token, student minus "
-    f"teacher, in points: `recall` of values in a register, `questions` about people, and "
-    f"`identifiers` to complete, over documents of 512 to 4,096 tokens. ± is one standard error of "
-    f"the paired difference; those of the tasks take questions about one document for independent. "
-    f"`own`, 64: answers and the prompt's last 64 tokens keep their own keys and values. Students "
-    f"without a number of tokens are in closed form; `restated` is the share of the rows whose "
-    f"answers [repeat parts of their prompts](training.md#data). Parameters are those of the file: "
-    f"Qwen's stores the output matrix, 136M, beside the embedding."
+    f"KL` the divergence there. The last columns are points of questions answered right in every "
+    f"token, student minus teacher: `recall` of values in a register, `questions` about people, "
+    f"and `identifiers` to complete, over documents of 512 to 4,096 tokens. ± is one standard "
+    f"error of the paired difference; those of the tasks take questions about one document for "
+    f"independent. "
+    f"`own`, 64: answers and the prompt's last 64 tokens keep their own keys and values. Without "
+    f"tokens students are in closed form; `restated` is the share of the rows whose "
+    f"answers [repeat parts of their prompts](training.md#data)."
 )
 
 
@@ -103,7 +102,7 @@ def _short_table(found: Sequence[dict[str, Any]], columns: Sequence[int]) -> str
 
 
 _INTRODUCTION = (
-    "`python -m benchmarks.real MODEL` fits students in closed form and measures them; "
+    "`python -m benchmarks.real MODEL` fits and measures students; "
     "`python -m benchmarks.distill_real PLAN` trains them "
     "([how](../CONTRIBUTING.md#measurements)). A program is what the prompt computes above the "
     "cut: the closed form only, a tap on the token before, the attention of some upper layers, "

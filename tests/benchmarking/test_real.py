@@ -307,7 +307,7 @@ def test_cells_name_the_programs():
     ]
     assert found[2].program.options == {"boundary_taps": 1, "prompt_attention_layers": 2}
     (one,) = cells.untrained_cells(config, (20,), ["tap-neurons-head"], ["own"])
-    assert str(one.program) == "tap, attention of 2 and 384 neurons, exact head"
+    assert str(one.program) == "tap, attention of 2, 384 neurons, exact head"
     assert one.key["prompt_mlp_neurons"] == one.program.options["prompt_mlp_neurons"] == 384
     (last,) = cells.untrained_cells(config, (28,), ["attention"], ["own"])
     assert last.program.prompt_attention_layers == 1, "one of two upper layers is projected to"
