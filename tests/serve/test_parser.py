@@ -12,7 +12,7 @@ BODY = b'{"prompt": "a", "max_tokens": 1}'
 LENGTH = b"Content-Length: %d\r\n" % len(BODY)
 CHUNKED = b"Transfer-Encoding: chunked\r\n"
 CHUNKS = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
-OK = b'{"status":"ok"}'
+OK = b'{"status":"ok","server":{"status":"ready"}}'
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
