@@ -105,8 +105,8 @@ def _orbax2hf(args: argparse.Namespace) -> int:
 
 
 def _changes(opened: Source, dtype: str | None) -> bool:
-    """Whether a Hugging Face directory written as it is read in `dtype` has other weights: another
-    dtype, or decoded ones."""
+    """Say whether a Hugging Face directory, written as it is read in `dtype`, gets other weights:
+    another dtype, or decoded ones."""
     if opened.quantization is None and opened.auxiliary_files.hf_config.get("quantization_config"):
         return True
     stored = {

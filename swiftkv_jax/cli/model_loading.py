@@ -79,13 +79,13 @@ def _dtype(options: ModelOptions) -> str | None:
     """The dtype to load in; None is chosen for the device, also for a checkpoint in float16, or in
     blocks that are decoded."""
     from ..checkpoints import kind_of
-    from ..checkpoints.gguf.read import has_blocks
+    from ..checkpoints.gguf.read import has_coded_embedding
 
     if options.dtype != "auto":
         return options.dtype
     opened = open_model(options)
     assert opened.path is not None
-    if kind_of(opened.path) == "GGUF" and has_blocks(opened.path, "token_embd.weight"):
+    if kind_of(opened.path) == "GGUF" and has_coded_embedding(opened.path):
         return None
     stored = opened.dtypes["embed"].name
     return stored if stored in ("float32", "bfloat16") else None

@@ -55,6 +55,11 @@ class StoredBlocks:
     start: int
     """Byte of the file at which its values begin."""
 
+    @property
+    def is_coded(self) -> bool:
+        """Say whether its values are in blocks, which are decoded in any dtype."""
+        return self.type_name not in ("F32", *_WIDE)
+
     def rows(self, first: int, stop: int) -> np.ndarray:
         """f32[stop - first, columns]: these rows, counted over all axes but the last. Reads without
         mapping: pages of a mapped file count as this process's memory."""

@@ -30,10 +30,7 @@ def open_gguf(path: Path, config: Config | None = None) -> Source:
     `config` as in `checkpoints.load`."""
     if path.is_dir():
         path = one_of(gguf_files(path), path)
-    stamps = tuple(
-        (part.stat().st_mtime_ns, part.stat().st_size) for part in shards(path) if part.is_file()
-    )
-    file, fields, auxiliary_files, eos_token_ids = _read(path, stamps)
+    file, fields, auxiliary_files, eos_token_ids = _read(path, _stamps(path))
     try:
         file_config = config_from_hf(fields)
     except ConfigError as error:
@@ -41,6 +38,13 @@ def open_gguf(path: Path, config: Config | None = None) -> Source:
     _, architecture = architecture_of(file)
     found = _read_tensors(path, file, architecture, file_config, leaves(file_config))
     return source_of(path, file_config, auxiliary_files, eos_token_ids, found, config=config)
+
+
+def _stamps(path: Path) -> tuple[tuple[int, int], ...]:
+    """Times and sizes of the parts of a file, which change with them."""
+    return tuple(
+        (part.stat().st_mtime_ns, part.stat().st_size) for part in shards(path) if part.is_file()
+    )
 
 
 @functools.lru_cache(maxsize=1)
@@ -62,13 +66,15 @@ def _read(
 def stored_types(path: Path) -> str:
     """Count the types in which the tensors of a GGUF file are stored, the commonest first:
     `Q4_K x 120, F32 x 61`."""
-    counts = collections.Counter(tensor.type_name for tensor in read_gguf(path).tensors.values())
+    file, *_ = _read(path, _stamps(path))
+    counts = collections.Counter(tensor.type_name for tensor in file.tensors.values())
     return ", ".join(f"{name} x {count}" for name, count in counts.most_common())
 
 
-def has_blocks(path: Path, name: str) -> bool:
-    """Whether a tensor of a GGUF file is stored in blocks, which are decoded in any dtype."""
-    return read_gguf(path).tensors[name].type_name not in ("F32", "F16", "BF16")
+def has_coded_embedding(path: Path) -> bool:
+    """Say whether the embedding of a GGUF file is in blocks (`StoredBlocks.is_coded`)."""
+    file, *_ = _read(path, _stamps(path))
+    return file.tensors[f"{_OUTSIDE['model.embed_tokens']}.weight"].is_coded
 
 
 def gguf_files(folder: Path) -> list[Path]:

@@ -81,7 +81,7 @@ class Engine[R: ModelRunnerBase]:
         self.stats = Stats()
         self._idle = IdleTimer(model_runner.is_idle)
         self.failed = False
-        """Whether an error has left the engine between two states: no call runs any more."""
+        """Sign of an error that left the engine between two states: no call runs any more."""
 
     @staticmethod
     def from_model(
