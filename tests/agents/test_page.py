@@ -181,6 +181,7 @@ def test_a_phone(browser, server):
     page = context.new_page()
     page.goto(server.url.removesuffix("/v1") + "/")
     page.wait_for_selector("#examples button")
+    assert page.get_attribute("#input", "placeholder") == "Message"
     ask(page, "Say: " + "x" * 400)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert not page.is_visible("#new")

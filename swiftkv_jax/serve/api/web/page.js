@@ -343,6 +343,7 @@ function restoreSettings() {
   $("key").value = read(sessionStorage, SETTINGS) ?? "";
 }
 
+if (matchMedia("(pointer: coarse)").matches) $("input").placeholder = "Message";  // no Shift+Enter
 $("form").addEventListener("submit", async (event) => {
   event.preventDefault();
   if (running) return;
