@@ -20,7 +20,8 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import swiftkv_jax as skv
-from swiftkv_jax import Config, Model, add_swiftkv, load, save_hf
+from swiftkv_jax import Config, Model, add_swiftkv, demo, load, save_hf
+from swiftkv_jax.checkpoints import open_any
 from swiftkv_jax.convert import main
 from swiftkv_jax.model.params import llama_shapes
 from tests import tiny
@@ -158,6 +159,14 @@ def test_a_calibrated_folder_is_expanded(tmp_path):
     np.testing.assert_allclose(
         skv.logits(load(tmp_path / "out"), tokens[:2]), skv.logits(model, tokens[:2]), atol=2e-5
     )
+
+
+def test_the_demo_becomes_a_folder_that_needs_no_other(tmp_path):
+    assert main(["orbax2hf", str(demo.SWIFTKV), str(tmp_path / "whole")]) == 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "elsewhere")
+    copy, shipped = (open_any(path) for path in (tmp_path / "elsewhere", demo.SWIFTKV))
+    assert (copy.config, copy.dtypes) == (shipped.config, shipped.dtypes)
+    assert main(["orbax2hf", str(tmp_path / "whole"), str(tmp_path / "again")]) == 4
 
 
 @pytest.mark.parametrize(

@@ -229,11 +229,10 @@ def _weight_files(path: Path) -> list[Path]:
             for name in names
             if name != Path(name).name or "\\" in name or name in ("", ".", "..")
         ]
-        is_demo = path.resolve() == demo.SWIFTKV.resolve()  # names its teacher's file
-        if unsafe and not is_demo:
+        if unsafe and not demo.shares_a_file(path):
             reason = f"weight files must lie in the same directory: {first_of(unsafe)}"
             if (path / INDEX).read_bytes() == (demo.SWIFTKV / INDEX).read_bytes():
-                whole = f"swiftkv convert orbax2hf {demo.SWIFTKV} FOLDER --dtype float32"
+                whole = f"swiftkv convert orbax2hf {demo.SWIFTKV} FOLDER"
                 reason += f"; the demo shares its teacher's file: `{whole}` writes a copy with it"
             raise CheckpointError(f"{path / INDEX}: {reason}")
         if absent := [name for name in names if not os.path.isfile(path / name)]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from .. import cli
+from .. import cli, demo
 from ..checkpoints import kind_of, open_any, orbax_io
 from ..checkpoints.auxiliary import end_tokens, has_tokenizer, load_tokenizer
 from ..checkpoints.gguf.file import shards
@@ -106,7 +106,9 @@ def _orbax2hf(args: argparse.Namespace) -> int:
 
 def _changes(opened: Source, dtype: str | None) -> bool:
     """Say whether a Hugging Face directory, written as it is read in `dtype`, gets other weights:
-    another dtype, or decoded ones."""
+    another dtype, decoded ones, or a file of its own."""
+    if opened.path is not None and demo.shares_a_file(opened.path):
+        return True
     if opened.quantization is None and opened.auxiliary_files.hf_config.get("quantization_config"):
         return True
     stored = {

@@ -146,7 +146,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
         r"missing weight files .*: model-00002-of-\d+\.safetensors$",
     ),
     "a file above": ("hf", index("../model.safetensors"), OUTSIDE),
-    "a copy of the demo": ("hf", copy_the_demo, f"{OUTSIDE}.*; the demo shares .* FOLDER --dtype"),
+    "a copy of the demo": ("hf", copy_the_demo, f"{OUTSIDE}.*; the demo shares .* FOLDER` writes"),
     "a file in a folder": ("hf", index("a/b.safetensors"), OUTSIDE),
     "the folder above": ("hf", index(".."), OUTSIDE),
     "a file on Windows": ("hf", index("a\\b.safetensors"), OUTSIDE),
