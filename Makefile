@@ -209,11 +209,11 @@ first-hour:
 	$(DEVICE_PYTHON) -m benchmarks.short_run benchmarks/first_hour.toml --output runs/first-hour-$$(date +%Y%m%d-%H%M%S) \
 		--only "$(ONLY)"
 
-# The documentation as a site, in build/site; a link or an anchor that leads nowhere is an error. The pages keep their paths.
+# The documentation as a site, in build/site; a link or an anchor that leads nowhere is an error.
 SITE := zensical==0.0.73 mkdocstrings-python==2.0.11 ruff==0.17.5  # which breaks long signatures
-SITE_PAGES := README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md CITATION.cff Dockerfile docs examples/deploy examples/notebooks
 site: .venv-site/installed
-	rm -rf build/pages build/site && mkdir -p build/pages && cp -r --parents $(SITE_PAGES) build/pages
+	rm -rf build/pages build/site
+	.venv-site/bin/python -m docs.site build/pages
 	.venv-site/bin/zensical build --strict
 .venv-site/installed: requirements-site.lock
 	test -x .venv-site/bin/python || $(PYTHON) -m venv .venv-site

@@ -17,6 +17,7 @@ import pytest
 import swiftkv_jax as skv
 from benchmarks import measurements
 from benchmarks.markdown import anchor
+from docs import site
 from swiftkv_jax import demo
 from swiftkv_jax.__main__ import main
 from swiftkv_jax.train.subcommands import SUBCOMMANDS
@@ -173,6 +174,20 @@ def test_the_navigation_of_the_site_has_every_page_once():
     pages = re.findall(r"^ +- [^:]+: (\S+\.md)$", text_of(ROOT / "mkdocs.yml"), re.MULTILINE)
     found = sorted((ROOT / page).resolve() for page in pages)
     assert found == sorted([*PAGES, DEPLOYMENT])
+
+
+def test_the_site_has_what_its_pages_link(tmp_path):
+    """What it does not publish is linked in the repository."""
+    site.copy(tmp_path, "https://example.org/tree")
+    files = set()
+    for page in tmp_path.rglob("*.md"):
+        for target in re.findall(r"""(?:\]\(|src=["'])([^)\s"'#]+)""", page.read_text("utf-8")):
+            if "://" not in target:
+                assert (page.parent / target).is_file(), f"{page.name}: {target}"
+            elif target.startswith("https://example.org/tree/"):
+                files.add(target.removeprefix("https://example.org/tree/"))
+    assert files >= {"CITATION.cff", "examples/notebooks/serve_and_chat.ipynb"}
+    assert all((ROOT / file).is_file() and not (tmp_path / file).exists() for file in files)
 
 
 def test_every_page_begins_with_its_contents():
