@@ -2,6 +2,7 @@
 #
 #   docker build -t swiftkv-jax .
 #   docker build -t swiftkv-jax --build-arg EXTRAS=serve,gguf,cuda .
+#   podman build --format docker -t swiftkv-jax .     # or buildah: without it there is no health check
 #   docker run -p 127.0.0.1:8000:8000 -v /models/llama:/model:ro swiftkv-jax \
 #       swiftkv infer serve --model /model --host 0.0.0.0 --insecure
 ARG PYTHON=3.12
