@@ -118,42 +118,49 @@ class Drawing:
 
 def swiftkv(path: Path) -> None:
     """What runs for a prompt token and for a generated one."""
-    drawing = Drawing(900, 452, "Prefill and decoding under SwiftKV")
-    left, right, cache, width = 30, 610, 355, 260
-    for x, title in ((left, "prompt tokens (prefill)"), (right, "generated tokens (decode)")):
-        drawing.text(x + width / 2, 26, title, size=15, anchor="middle", bold=True)
-        drawing.box(x, 404, width, 34, "embedding")
-        drawing.box(x, 294, width, 76, "layers 0 .. K-1\nattention, MLP", color=BLUE, bold=True)
-        drawing.arrow((x + width / 2, 404), (x + width / 2, 371), color=INK)
-    drawing.text(cache + 95, 26, "KV cache", size=15, anchor="middle", bold=True)
-    drawing.box(cache, 294, 190, 76, "lower KV cache\nK layers", color=BLUE, fill="#ffffff")
-    drawing.box(
-        cache, 98, 190, 148, "upper KV cache\none for each layer, or for\neach group of layers\n"
-        "(AcrossKV)", color=RED, fill="#ffffff",
+    drawing = Drawing(520, 480, "Prefill and decoding under SwiftKV")
+    box = functools.partial(drawing.box, size=14)
+    left, cache, right, width = 10, 210, 355, 155
+    gaps = (cache + left + width) / 2, (cache + 100 + right) / 2
+    titles = ("prompt tokens", "(prefill)"), ("KV cache", ""), ("generated tokens", "(decode)")
+    for middle, lines in zip(
+        (left + width / 2, cache + 50, right + width / 2), titles, strict=True
+    ):
+        for index, line in enumerate(lines):
+            drawing.text(middle, 20 + 19 * index, line, size=15, anchor="middle", bold=True)
+    for x in (left, right):
+        box(x, 438, width, 34, "embedding")
+        box(x, 330, width, 76, "layers 0 .. K-1\nattention, MLP", color=BLUE, bold=True)
+        drawing.arrow((x + width / 2, 438), (x + width / 2, 407))
+    box(cache, 330, 100, 76, "lower:\nK layers", color=BLUE, fill="#ffffff")
+    box(
+        cache, 116, 100, 172, "upper:\none for\neach layer,\nor for each\ngroup\n(AcrossKV)",
+        color=RED, fill="#ffffff",
     )  # fmt: skip
-    drawing.arrow((left + width + 1, 332), (cache - 1, 332), color=BLUE, both=True)
-    drawing.arrow((right - 1, 332), (cache + 191, 332), color=BLUE, both=True)
+    drawing.arrow((left + width + 1, 368), (cache - 1, 368), color=BLUE, both=True)
+    drawing.arrow((right - 1, 368), (cache + 101, 368), color=BLUE, both=True)
 
     # The projection of layer K's input: the same for both kinds of token.
-    drawing.box(left + 100, 206, 160, 44, "RMSNorm, W_k, W_v", color=RED)
-    drawing.box(right, 206, 160, 44, "RMSNorm, W_k, W_v", color=RED)
-    drawing.arrow((left + 180, 294), (left + 180, 251))
-    drawing.arrow((right + 80, 294), (right + 80, 251))
-    drawing.arrow((left + 260, 228), (cache - 1, 228), color=RED)
-    drawing.arrow((right, 228), (cache + 191, 228), color=RED)
-    drawing.text(left + 90, 276, "input of layer K", size=12, anchor="middle", color=GREY)
+    for x in (left + 55, right):
+        box(x, 240, 100, 48, "RMSNorm,\nW_k, W_v", color=RED)
+        drawing.arrow((x + 50, 330), (x + 50, 289))
+    drawing.arrow((left + width, 264), (cache - 1, 264), color=RED)
+    drawing.arrow((right, 264), (cache + 101, 264), color=RED)
+    for index, line in enumerate(("input of", "layer K")):
+        drawing.text(left + 97, 307 + 16 * index, line, anchor="end", color=GREY)
 
-    drawing.box(left, 98, width, 76, "layers K .. L-1\nskipped", dashed=True)
-    drawing.box(
-        right, 98, width, 76, "layers K .. L-1\nquery, attention, MLP", color=RED, bold=True
-    )
-    drawing.arrow((right + 215, 294), (right + 215, 175))
-    drawing.arrow((cache + 190, 136), (right - 1, 136), color=RED)
-    drawing.text((cache + 190 + right) / 2, 128, "read", size=12, anchor="middle", color=RED)
-    drawing.text((cache + left + width) / 2, 220, "write", size=12, anchor="middle", color=RED)
-    drawing.text((cache + 190 + right) / 2, 220, "write", size=12, anchor="middle", color=RED)
-    drawing.box(right, 44, width, 28, "norm, head: next token")
-    drawing.arrow((right + width / 2, 98), (right + width / 2, 73))
+    box(left, 116, width, 84, "layers K .. L-1\nskipped", dashed=True)
+    box(right, 116, width, 84, "layers K .. L-1\nquery, attention,\nMLP", color=RED, bold=True)
+    drawing.arrow((right + 130, 330), (right + 130, 201))
+    drawing.arrow((cache + 100, 158), (right - 1, 158), color=RED)
+    for middle, y, text in (
+        (gaps[0], 256, "write"),
+        (gaps[1], 256, "write"),
+        (gaps[1], 150, "read"),
+    ):
+        drawing.text(middle, y, text, anchor="middle", color=RED)
+    box(right, 52, width, 44, "norm, head:\nnext token")
+    drawing.arrow((right + width / 2, 116), (right + width / 2, 97))
     drawing.save(path)
 
 
@@ -290,25 +297,26 @@ def prefill(path: Path) -> None:
             if row["variant"] == variant:
                 length = int(row["label"].split()[0])
                 rates.setdefault(length, []).append((row["tokens_per_s"], color))
-    drawing = Drawing(900, 330, "Prefill of Llama-3.1-8B on an H100, by length of the prompt")
-    drawing.text(20, 26, "Prefill of Llama-3.1-8B on one H100, tokens a second", size=15, bold=True)
+    drawing = Drawing(520, 356, "Prefill of Llama-3.1-8B on an H100, by length of the prompt")
+    drawing.text(10, 22, "Prefill of Llama-3.1-8B on one H100, tokens a second", size=15, bold=True)
     for index, ((_, color), name) in enumerate(zip(kinds, ("teacher", "SwiftKV"), strict=True)):
-        drawing.box(650 + 130 * index, 14, 14, 14, color=color, fill=color)
-        drawing.text(670 + 130 * index, 26, name)
-    y, per_pixel = 46.0, max(rate for bars in rates.values() for rate, _ in bars) / 620
+        drawing.box(120 + 120 * index, 36, 14, 14, color=color, fill=color)
+        drawing.text(140 + 120 * index, 48, name, size=14)
+    y, per_pixel = 64.0, max(rate for bars in rates.values() for rate, _ in bars) / 390
     for length, bars in sorted(rates.items()):
-        drawing.text(150, y + 11.5 * len(bars) + 4, f"{length:,} tokens", anchor="end")
+        drawing.text(110, y + 12 * len(bars) + 4, f"{length:,} tokens", size=14, anchor="end")
         slowest = bars[0][0]
         for rate, color in bars:
-            drawing.box(160, y, rate / per_pixel, 21, color=color, fill=color)
+            drawing.box(120, y, rate / per_pixel, 22, color=color, fill=color)
             times = "" if rate == slowest else f", {rate / slowest:.2f}x"
-            drawing.text(168, y + 15, f"{rate:,.0f}{times}", size=12, color="#ffffff", bold=True)
-            y += 23
+            text = f"{rate:,.0f}{times}"
+            drawing.text(128, y + 16, text, size=14, color="#ffffff", bold=True)
+            y += 24
+        y += 16
+    command = f"swiftkv infer bench prefill, {found['date'][:10]}."
+    for line in ("Random weights in bfloat16, K = 16 of 32 layers.", command):
+        drawing.text(10, y + 6, line, color=GREY)
         y += 18
-    drawing.text(
-        20, 316, f"Random weights in bfloat16, K = 16 of 32 layers. "
-        f"swiftkv infer bench prefill, {found['date'][:10]}.", size=12, color=GREY,
-    )  # fmt: skip
     drawing.save(path)
 
 
