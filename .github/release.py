@@ -7,7 +7,11 @@ import re
 import tomllib
 from pathlib import Path
 
-FROM_PYPI = {"From a clone, on Linux": "On Linux", "'.[": "'swiftkv-jax["}
+FROM_PYPI = {
+    "From a clone, on Linux": "On Linux",
+    "'.[": "'swiftkv-jax[",
+    "All set up a pinned": "These need a clone, and set up a pinned",
+}
 """What README.md says of a clone, and of the release."""
 
 

@@ -43,7 +43,8 @@ def test_every_link_has_an_address(prepare, tmp_path):
     address = rf"{REPOSITORY}/(raw|blob)/v{VERSION}/"
     assert "From a clone" not in readme and "'.[" not in readme
     said = re.sub(address, "", readme).replace("'swiftkv-jax[", "'.[")
-    assert said == before.replace("From a clone, on Linux", "On Linux")
+    before = before.replace("From a clone, on Linux", "On Linux")
+    assert said == before.replace("All set up a pinned", "These need a clone, and set up a pinned")
     words = re.sub(address, "", notes).split()
     assert words and "##" not in words and "\n  " not in notes
     assert " ".join(words) in " ".join((ROOT / "CHANGELOG.md").read_text().split())
@@ -60,6 +61,14 @@ def test_the_project_has_addresses(prepare, tmp_path):
         "Changelog": f"{PAGES}/CHANGELOG.md",
         "Paper": "https://arxiv.org/abs/2410.03960",
     }
+
+
+def test_what_is_published_is_prepared_first():
+    workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    jobs = re.split(r"^  (\w+):$", workflow, flags=re.MULTILINE)
+    for job, builds in (("build", "make test-wheel"), ("images", "docker/build-push-action")):
+        steps = jobs[jobs.index(job) + 1]
+        assert 0 < steps.find("release.py") < steps.index(builds), job
 
 
 @pytest.mark.parametrize(
