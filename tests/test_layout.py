@@ -5,6 +5,7 @@ import functools
 import graphlib
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -183,6 +184,21 @@ class TestFloors:
         inside = {name for name in names if name.startswith(package)}
         modules = {name.removeprefix(package).split(".")[0] for name in inside}
         assert sorted(modules) == sorted(name for floor in floors for name in floor)
+
+
+def test_the_page_on_architecture_has_these_floors():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = page.split("## Who may import whom")[1].split("\n## ")[0]
+
+    def rooms(text: str) -> set[str]:
+        named = re.findall(r"`([^`]+)`", text)
+        return {name.removesuffix("/").removesuffix(".py") for name in named}
+
+    rows = re.findall(r"^\| [^|]+ \| (`.*) \|$", section, re.MULTILINE)
+    assert [rooms(row) for row in reversed(rows)] == FLOORS
+    for room, floors in (("model", MODEL_FLOORS), ("serve", SERVER_FLOORS)):
+        _, _, order = section.partition(f"Inside `{room}/`, from the bottom up:")
+        assert [rooms(row) for row in order.partition(".\n")[0].split(";")] == floors
 
 
 def test_no_file_imports_itself_through_others():

@@ -1,15 +1,22 @@
 """The shapes that an engine compiles, by its options and its device."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 from swiftkv_jax.checkpoints.hf_config import config_from_hf
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.shapes import Shapes
-from swiftkv_jax.infer.runner.choose_shapes import choose_shapes
+from swiftkv_jax.infer.runner.choose_shapes import choose_shapes, with_contexts
+from swiftkv_jax.infer.runner.layout import Layout
+from swiftkv_jax.infer.runner.lowering import lower_all
+from swiftkv_jax.infer.runner.serving_form import served_config, weight_shapes
+from swiftkv_jax.model.attention import Attention
 from swiftkv_jax.plan.hardware import hardware_of
+from swiftkv_jax.plan.presets import LLAMA_8B
 from tests import tiny
 
 MIB = 2**20
@@ -91,6 +98,39 @@ def test_few_sequences_decode_one_step_where_the_host_keeps_up(
     shapes = shapes_on(platform, options, weight_bytes=weight_bytes)
     assert shapes.single_step_rows == expected
     assert bool(shapes.single_step_sizes) == bool(expected)
+
+
+def num_programs(*, swiftkv: bool = True, eight_bits: bool = False, **fields: Any) -> int:
+    """Programs of an engine for Llama-3.1-8B on an H100."""
+    config = served_config(LLAMA_8B, swiftkv)
+    memory = {"page_bytes": 16 * MIB, "weight_bytes": 2**34, "memory_limit": 75 * 2**30}
+    hardware = hardware_of("NVIDIA H100 80GB HBM3")
+    assert hardware is not None
+    shapes = choose_shapes(
+        config,
+        EngineOptions(**fields),
+        dp_size=1,
+        platform="gpu",
+        ridge_tokens=hardware.ridge_tokens,
+        **memory,
+    )
+    if eight_bits:
+        shapes = with_contexts(shapes)
+    weights = weight_shapes(LLAMA_8B, swiftkv, jnp.bfloat16)
+    layout = Layout(config, jnp.dtype(jnp.bfloat16), None)
+    return len(lower_all(layout, shapes, weights, Attention(None, "xla")))
+
+
+def test_the_page_on_serving_counts_the_programs():
+    page = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
+    page = " ".join(page.split())
+    server = {"single_step_rows": None, "structured_outputs": True}
+    student = num_programs()
+    assert f"A student's engine has {student} programs by default on an H100" in page
+    assert num_programs(swiftkv=False) == student - 1
+    assert f"With an 8-bit cache there are {num_programs(eight_bits=True)} on Hopper" in page
+    counts = num_programs(**server), num_programs(**server, scoring=True)
+    assert "{} with a bfloat16 cache, {} with `--enable-scoring`".format(*counts) in page
 
 
 def gpu_pages(options: EngineOptions, kept_bytes: int = 0) -> int:
