@@ -1,5 +1,4 @@
-"""SwiftKV for JAX: Llama-family models whose prompt tokens skip the upper layers, and whose KV
-cache is smaller for it.
+"""SwiftKV for JAX: Llama-family models whose prompt tokens skip the upper layers.
 
 Importing this imports neither JAX nor anything else until a name of `__all__` is used: a command
 sees its first interrupt at once.

@@ -38,7 +38,8 @@ class Loaded(NamedTuple):
     engine: Engine
     tokenizer: Any
     sampling_defaults: Mapping[str, Any]
-    """Fields of `SamplingParams` for requests that leave them out."""
+    """Fields of `SamplingParams` that checkpoint and flags set, for requests that leave them
+    out."""
     prefill_rate: float = 0.0
     """Tokens/s, as measured before the first request; 0 if it is not known."""
     compiler: GrammarCompiler | None = None

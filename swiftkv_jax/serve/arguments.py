@@ -22,7 +22,7 @@ from ..infer.commands.chat_template import chat_template
 from ..infer.engine.options import EngineOptions
 from ..infer.engine.sampling_params import SamplingParams
 from .lora_modules import parse_lora_module
-from .options import ServerOptions
+from .options import DEFAULT_TEMPERATURE, ServerOptions
 
 OF_REQUESTS = (
     *("max_tokens", "min_tokens", "logit_bias", "seed", "stop", "stop_token_ids", "ignore_eos"),
@@ -108,6 +108,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group(parser, "sampling of requests that do not choose"),
         SamplingParams,
         leave_out=OF_REQUESTS,
-        shown={"temperature": 1.0},
+        shown={"temperature": DEFAULT_TEMPERATURE},
     )
     add_flags(group(parser, "engine"), EngineOptions)

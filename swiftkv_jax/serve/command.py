@@ -35,7 +35,7 @@ from ..model.model import Model
 from ..process.distributed import announces_several
 from .arguments import EngineFeatures, ServeCommand
 from .lora_modules import check_lora_modules
-from .options import ServerOptions, is_loopback
+from .options import DEFAULT_TEMPERATURE, ServerOptions, is_loopback
 
 if TYPE_CHECKING:
     from .distributed.followers import Followers
@@ -76,7 +76,13 @@ def main(args: argparse.Namespace) -> int:
 
     def load(mesh: Mesh | None, report: server.Report) -> server.Loaded:
         model = read_model(model_options, mesh)
-        defaults = {"temperature": 1.0} | checkpoint_params(model) | sampling
+        defaults = checkpoint_params(model) | sampling
+        if "temperature" not in defaults:
+            logger.info(
+                "neither checkpoint nor flags set a temperature: requests that leave it out draw "
+                "at %s; a small model may need less",
+                DEFAULT_TEMPERATURE,
+            )
         tokenizer = model.tokenizer
         set_chat_template(tokenizer, template, command.chat_template)
         facts = model_facts(model, mesh, model.uses_swiftkv(model_options.uses_swiftkv))

@@ -17,6 +17,8 @@ from ..errors import UsageError, reason_of
 
 MAX_PROMPTS = 128
 """Prompts of one completion request."""
+DEFAULT_TEMPERATURE = 1.0
+"""Temperature where neither request nor server sets one, as at OpenAI."""
 MAX_LOGPROB_ENTRIES = 250_000
 """Log-probabilities that one request may ask for: an entry is some 2.4 KB in memory."""
 MAX_BODY_SIZE = 32 * 2**20

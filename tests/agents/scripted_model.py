@@ -193,4 +193,4 @@ def load() -> Loaded:
         options=options,
     )
     compiler = GrammarCompiler(tokenizer, vocab_size=vocab_size, eos_token_ids=ends)
-    return Loaded(engine, tokenizer, {"temperature": 1.0}, 0.0, compiler)
+    return Loaded(engine, tokenizer, {}, 0.0, compiler)

@@ -86,7 +86,7 @@ def mock_loaded(
     compiler = None
     if made.options.structured_outputs:
         compiler = GrammarCompiler(tokenizer, vocab_size=VOCAB, eos_token_ids=[END])
-    return Loaded(made, tokenizer, {"temperature": 1.0}, 0.0, compiler), runner
+    return Loaded(made, tokenizer, {}, 0.0, compiler), runner
 
 
 @pytest.fixture(scope="module")

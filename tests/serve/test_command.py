@@ -60,7 +60,8 @@ def test_a_checkpoint_is_served_until_a_signal(checkpoint, tokenizer, greedy, tm
             before.append(line)
             if "keys read again" in line:
                 break
-        assert server.ask("/v1/models", key="other-key")["data"][0]["id"] == "tiny"
+        card = server.ask("/v1/models", key="other-key")["data"][0]
+        assert card["id"] == "tiny" and card["default_sampling"] == {}
         with pytest.raises(urllib.error.HTTPError, match="401"):
             server.ask("/v1/models")
         server.process.send_signal(signal.SIGTERM)
@@ -73,6 +74,7 @@ def test_a_checkpoint_is_served_until_a_signal(checkpoint, tokenizer, greedy, tm
         "listening on",
         "memory per device",
         "tiny is ready",
+        "neither checkpoint nor flags set a temperature",
         "keys read",
         "shutting down",
     ):

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import json
 import re
 
 
@@ -23,7 +24,19 @@ def test_the_page(running):
     assert text.count(".scrollTop = ") == 2 and text.count('$("log").scrollTop = ') == 1
     assert "if (atEnd) log.scrollTop" in text and "scrollIntoView" not in text
     assert running.request("HEAD", "/")[0] == 200
-    assert running.request("GET", "/v1/models")[0] == 200
+
+
+def test_it_has_a_temperature_of_its_own_where_nothing_sets_one(running, monkeypatch):
+    """A card shows what checkpoint and flags set."""
+
+    def default_sampling():
+        return json.loads(running.request("GET", "/v1/models")[2])["data"][0]["default_sampling"]
+
+    assert default_sampling() == {}
+    monkeypatch.setattr(running.app, "sampling_defaults", {"temperature": 0.3})
+    assert default_sampling() == {"temperature": 0.3}
+    page = running.request("GET", "/")[2].decode()
+    assert "Object.keys(card.default_sampling).length ? {} : SAMPLING" in page
 
 
 def test_it_needs_no_key_and_can_be_left_out(start):

@@ -260,6 +260,7 @@ def _card(app: App, name: str) -> dict[str, Any]:
         "root": root,
         "parent": parent,
         "default_max_tokens": app.options.default_max_tokens,
+        "default_sampling": dict(app.sampling_defaults),
         "permission": [],
     } | found
 

@@ -12,7 +12,7 @@ from typing import Any
 from ...errors import UsageError
 from ...infer.engine.sampling_params import MAX_BIASES, MAX_LOGPROBS, SamplingParams, is_neutral
 from ..errors import PromptTooLong, invalid, of_usage, renaming, unsupported
-from ..options import MAX_LOGPROB_ENTRIES, ServerOptions
+from ..options import DEFAULT_TEMPERATURE, MAX_LOGPROB_ENTRIES, ServerOptions
 from ..protocol import Body, ChatBody, CompletionBody, Message, Sampling, refused_fields
 from ..text.prompts import Truncation
 
@@ -173,7 +173,7 @@ def sampling_params(
     if isinstance(body, ChatBody) and body.top_logprobs is not None:
         names["logprobs"] = "top_logprobs"
     try:
-        params = SamplingParams(**dict(defaults) | given)
+        params = SamplingParams(**{"temperature": DEFAULT_TEMPERATURE} | dict(defaults) | given)
         if params.n > 1 and isinstance(body, ChatBody) and _chat_max_tokens(body) is None:
             tokens = max(most_new_tokens(prompt_tokens, params), 1)
             return dataclasses.replace(params, max_tokens=tokens)

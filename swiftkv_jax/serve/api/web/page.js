@@ -7,9 +7,10 @@ const EXAMPLES = [
   "Make a table of five sorting algorithms with their time and space complexity.",
 ];
 const FIELDS = ["system", "temperature", "top_p", "max_tokens"];
+const SAMPLING = { temperature: 0.2, top_p: 0.9 };  // where neither model nor server sets any
 const COMPLETION_TOKENS = 256;  // where the model has no chat template and no number is set
 
-let model = null, hasTemplate = true, chat = newChat(), running = null, polling = null;
+let model = null, hasTemplate = true, sampling = {}, chat = newChat(), running = null, polling = null;
 
 // The server
 
@@ -45,6 +46,9 @@ async function start() {
     if (!response.ok) throw new Error(await failure(response));
     const card = (await response.json()).data[0];
     [model, hasTemplate] = [card.id, card.has_chat_template];
+    sampling = Object.keys(card.default_sampling).length ? {} : SAMPLING;
+    const shown = { temperature: 1, top_p: 1, ...card.default_sampling, ...sampling };
+    for (const name of ["temperature", "top_p"]) $(name).placeholder = shown[name];
     $("model").textContent = document.title = model;
     $("system-row").hidden = !hasTemplate;
     if (!hasTemplate) $("max_tokens").placeholder = COMPLETION_TOKENS;
@@ -55,9 +59,9 @@ async function start() {
   }
 }
 
-// What a request asks for, beside its messages or prompt; a field left empty is the model's own.
+// What a request asks for, beside its messages or prompt.
 function parameters() {
-  const body = { model, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
+  const body = { model, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true }, ...sampling };
   for (const name of ["temperature", "top_p"]) if ($(name).value) body[name] = Number($(name).value);
   return body;
 }
