@@ -173,7 +173,9 @@ def sampling_params(
     if isinstance(body, ChatBody) and body.top_logprobs is not None:
         names["logprobs"] = "top_logprobs"
     try:
-        params = SamplingParams(**{"temperature": DEFAULT_TEMPERATURE} | dict(defaults) | given)
+        params = SamplingParams(
+            **dict[str, Any](temperature=DEFAULT_TEMPERATURE) | dict(defaults) | given
+        )
         if params.n > 1 and isinstance(body, ChatBody) and _chat_max_tokens(body) is None:
             tokens = max(most_new_tokens(prompt_tokens, params), 1)
             return dataclasses.replace(params, max_tokens=tokens)
