@@ -120,16 +120,16 @@ class Scheduler:
         while skipped < min(len(self.waiting), self.max_skips + 1) and any(
             builder.has_room() for builder in builders
         ):
-            # The first in the queue has been skipped most often.
-            if skipped and next(iter(self.waiting)).num_times_skipped >= self.max_skips:
+            *before, state = itertools.islice(self.waiting, skipped + 1)
+            # Not the first alone: a preempted request may wait before one that was skipped often.
+            if any(one.num_times_skipped >= self.max_skips for one in before):
                 return
-            state = next(itertools.islice(self.waiting, skipped, None))
             if (dp_rank := self._admit(state, builders, ahead)) is None:
                 skipped += 1
                 ahead += len(state.page_keys)
                 continue
             del self.waiting[state]
-            for earlier in itertools.islice(self.waiting, skipped):
+            for earlier in before:
                 earlier.num_times_skipped += 1
             self.num_times_skipped += skipped
             self.prefilling.append(state)

@@ -58,6 +58,19 @@ def test_a_request_without_room_is_skipped_a_bounded_number_of_times():
     assert set(ends[len(before) + 1 :]) == set(small[MAX_SKIPS:])
 
 
+def test_preempted_requests_in_front_leave_the_bound_on_skips():
+    engine, _ = mock_engine(slots=8, num_pages=24, max_model_len=96, max_skips=3, reserve_tokens=4)
+    rng = random.Random(0)
+    for seed in range(60):
+        kinds = ((60, 20), (8, 60), (3, 2))
+        length, max_tokens = rng.choices(kinds, (3, 7, 10))[0]
+        engine.add_request(ask(prompt_of(seed, length), max_tokens, ignore_eos=True))
+    states = list(engine._requests.values())
+    drain(engine)
+    assert engine.stats.preemptions > 20
+    assert max(state.num_times_skipped for state in states) == 3
+
+
 def test_requests_begin_in_their_order_while_there_is_room():
     engine, _ = mock_engine(slots=2)
     numbers = [
