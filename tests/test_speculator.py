@@ -268,6 +268,14 @@ def test_other_tensors_are_refused_by_name(tmp_path):
         ),
         (tensors | extra, "unexpected: head.0.bias"),
         (tensors | {"head.2.weight": tensors["head.1.weight"] + 1}, "that differ: head.2.weight"),
+        (
+            tensors | {f"head.{i}.weight": np.zeros((V, INNER)) for i in range(2)},
+            "model.safetensors: head.0.weight: dtype F64 is not supported",
+        ),
+        (
+            tensors | {f"head.{i}.weight": np.zeros((), np.float32) for i in range(3)},
+            "wrong shape: head.0.weight",
+        ),
     )
     for number, (changed, message) in enumerate(cases):
         path = write(tmp_path / str(number), ARCTIC, changed)

@@ -22,6 +22,7 @@ from ..model.quantization import Format
 from ..process.files import write_json
 from .foreign import check_no_pointer
 from .hf_config import config_from_hf, config_to_hf, is_wrapped, text_fields
+from .json_files import parse_json, read_json
 from .quantized.compressed_tensors import quantization_config
 from .quantized.config import read_quantization_config
 from .tokenizer import TEMPLATES, corrected, read_tokenizer, with_chat_template
@@ -70,9 +71,7 @@ def read_auxiliary_files(path: Path) -> tuple[Config, AuxiliaryFiles, tuple[int,
         check_no_pointer(path / name, content)
     if hf_config["model_type"] == "mistral" and "tokenizer.json" in contents:
         contents["tokenizer.json"] = corrected(path, contents["tokenizer.json"])
-    generation = {}
-    if GENERATION_CONFIG in contents:
-        generation = read_json(path / GENERATION_CONFIG)
+    generation = parse_json(path / GENERATION_CONFIG, contents.get(GENERATION_CONFIG, b"{}"))
     return config, AuxiliaryFiles(contents, hf_config), _stated_ends(path, generation, hf_config)
 
 
@@ -80,8 +79,9 @@ def files_of(model: Model) -> AuxiliaryFiles:
     """The files of a model, with its end tokens and its tokenizer's chat template where they state
     others."""
     contents = dict(model.auxiliary_files.contents)
-    generation = json.loads(contents.get(GENERATION_CONFIG, b"{}"))
-    stated = _stated_ends(Path(GENERATION_CONFIG), generation, model.auxiliary_files.hf_config)
+    file = Path(GENERATION_CONFIG)
+    generation = parse_json(file, contents.get(GENERATION_CONFIG, b"{}"))
+    stated = _stated_ends(file, generation, model.auxiliary_files.hf_config)
     ends = tuple(map(int, model.eos_token_ids))
     if ends not in (stated, end_tokens(stated, model.tokenizer, model.config.vocab_size)):
         generation["eos_token_id"] = ends
@@ -174,8 +174,6 @@ def load_tokenizer(path: Path, auxiliary_files: AuxiliaryFiles) -> Any:
             return AutoTokenizer.from_pretrained(
                 str(path), local_files_only=True, trust_remote_code=False
             )
-    except CheckpointError:
-        raise
     except Exception as error:  # whatever the files make transformers and tokenizers raise
         reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(f"{path}: the tokenizer cannot be loaded ({reason})") from None
@@ -185,25 +183,8 @@ def end_tokens(stated: tuple[int, ...], tokenizer: Any, vocab_size: int) -> tupl
     """The tokens that end a generation: those `stated` by the configs, and the tokenizer's own,
     which is the only one that some fine-tunes change. One that the model lacks ends nothing."""
     own = getattr(tokenizer, "eos_token_id", None)
-    if own is None or own in stated or own >= vocab_size:
-        return stated
-    return (*stated, own)
-
-
-def read_json(file: Path, error_type: type[CheckpointError] = CheckpointError) -> dict[str, Any]:
-    """A JSON object. Raises `error_type` naming the file if it is missing or is not one."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise error_type(f"{file}: no such file") from None
-    except OSError as error:
-        raise error_type(f"{file}: cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
-        check_no_pointer(file, file.read_bytes()[:64])
-        raise error_type(f"{file}: not valid JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise error_type(f"{file}: expected a JSON object, found {type(value).__name__}")
-    return value
+    ids = stated if own is None or own in stated else (*stated, own)
+    return tuple(token for token in ids if 0 <= token < vocab_size)
 
 
 def _stated_ends(

@@ -10,7 +10,6 @@ several processes on a machine download while the others wait.
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import re
@@ -23,6 +22,7 @@ from . import foreign
 from .auxiliary import GENERATION_CONFIG, TOKENIZER_FILES
 from .gguf.file import is_later_part, is_model_name, shards
 from .hf_write import INDEX, SINGLE_FILE
+from .json_files import read_json
 from .peft import WEIGHTS as ADAPTER_WEIGHTS
 from .quantized.config import MODELOPT
 from .tokenizer import TEKKEN, TEMPLATES
@@ -156,8 +156,8 @@ def _weight_files(folder: Path) -> tuple[str, ...]:
     if not (folder / INDEX).is_file():
         return (SINGLE_FILE,)
     try:
-        listed = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
-    except (ValueError, KeyError, AttributeError, TypeError):
+        listed = read_json(folder / INDEX)["weight_map"].values()
+    except (CheckpointError, KeyError, AttributeError):
         return (INDEX,)
     return tuple(sorted({name for name in listed if isinstance(name, str)})) or (INDEX,)
 

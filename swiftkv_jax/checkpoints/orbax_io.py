@@ -30,8 +30,9 @@ from ..model.cut import has_same_delta
 from ..model.quantization import FORMATS, SCALE, VALUES, Format, Scheme
 from ..process.files import check_free, new_directory, write_json
 from . import source
-from .auxiliary import read_auxiliary_files, read_json, write_auxiliary_files
+from .auxiliary import read_auxiliary_files, write_auxiliary_files
 from .digest import digest
+from .json_files import read_json
 from .source import Source
 from .states import quiet_orbax, try_orbax
 from .tensor_map import MappedLeaf, check_no_problems, differences, leaves
@@ -167,9 +168,11 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
             f"{file}: {found} is not supported; supported: 'swiftkv-jax' version {VERSION}"
         )
     entries = manifest.get("leaves")
+    kinds = {"shape": list, "dtype": str, "digest": str}
     if not isinstance(entries, dict) or not all(
-        isinstance(entry, dict) and {"shape", "dtype", "digest"} <= entry.keys()
+        isinstance(entry, dict) and isinstance(entry.get(name), kind)
         for entry in entries.values()
+        for name, kind in kinds.items()
     ):
         raise CheckpointError(f"{file}: malformed: every leaf needs a shape, a dtype and a digest")
     return entries

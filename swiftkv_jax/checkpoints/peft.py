@@ -19,8 +19,8 @@ import numpy as np
 
 from ..errors import CheckpointError, ConfigError
 from . import foreign
-from .auxiliary import read_json
 from .families.fields import check_integer, check_kind, check_number, shown
+from .json_files import read_json
 from .safetensors_io import WIDE, Stored, read_block, read_header
 from .tensor_map import check_no_problems, is_vision
 
@@ -128,7 +128,7 @@ def _problem(fields: Mapping[str, Any], module: str, parts: Mapping[str, Stored]
         if int(layer[1]) not in (layers if isinstance(layers, list) else [layers]):
             return f"outside of layers_to_transform={shown(layers)}"
     rank = _rank(fields, module)
-    if parts["A"].shape[0] != rank or parts["B"].shape[1] != rank:
+    if parts["A"].shape[:1] != (rank,) or parts["B"].shape[1:] != (rank,):
         return f"not of rank {rank}, which {foreign.ADAPTER} states"
     for tensor in parts.values():
         whole = tuple(slice(0, size) for size in tensor.shape)

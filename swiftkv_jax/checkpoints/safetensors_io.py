@@ -53,6 +53,13 @@ class Stored:
     crc32: int | None
     """CRC-32 of the tensor's bytes; None if the file records none."""
 
+    @property
+    def dtype(self) -> np.dtype:
+        """Raises `CheckpointError` for one that is not supported."""
+        if self.code not in DTYPES:
+            raise CheckpointError(f"{self.file}: {self.name}: dtype {self.code} is not supported")
+        return DTYPES[self.code]
+
 
 def read_header(file: Path) -> tuple[list[Stored], dict[str, str]]:
     """The tensors and the metadata of a file. Raises `CheckpointError` if it is missing, truncated
@@ -118,8 +125,8 @@ def verify(tensor: Stored) -> None:
     if tensor.crc32 is None:
         return
     checksum = 0
-    for rows in _row_chunks(tensor, 0, tensor.shape[0]):
-        checksum = crc32(read_block(tensor, (rows,)), checksum)
+    for chunk in _chunks(tensor):
+        checksum = crc32(read_block(tensor, chunk), checksum)
     _check(tensor, checksum)
 
 
@@ -127,9 +134,7 @@ def same_values(a: Stored, b: Stored) -> bool:
     """Whether two tensors have equal shapes and values, compared in chunks."""
     if a.shape != b.shape:
         return False
-    return all(
-        np.array_equal(_wide(a, rows), _wide(b, rows)) for rows in _row_chunks(a, 0, a.shape[0])
-    )
+    return all(np.array_equal(_wide(a, chunk), _wide(b, chunk)) for chunk in _chunks(a))
 
 
 def crc32(block: np.ndarray, start: int = 0) -> int:
@@ -185,7 +190,7 @@ def read_block(tensor: Stored, index: tuple[slice, ...]) -> np.ndarray:
 
     Not with `safe_open`, which has no 8-bit floating-point numbers for NumPy.
     """
-    dtype = DTYPES[tensor.code]
+    dtype = tensor.dtype
     num_bytes = math.prod(tensor.shape) * dtype.itemsize
     try:
         mapped = np.memmap(tensor.file, np.uint8, mode="r", offset=tensor.start, shape=(num_bytes,))
@@ -209,13 +214,20 @@ def _starts(file: Path) -> dict[str, int]:
 def _row_chunks(tensor: Stored, first: int, stop: int) -> Iterator[slice]:
     """Slices of the leading axis that cover first..stop, each of at most 16 MiB unless one row is
     larger."""
-    row_bytes = math.prod(tensor.shape[1:]) * DTYPES[tensor.code].itemsize
+    row_bytes = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
     rows = max(1, _CHUNK_BYTES // max(1, row_bytes))
     return (slice(start, min(start + rows, stop)) for start in range(first, stop, rows))
 
 
-def _wide(tensor: Stored, rows: slice) -> np.ndarray:
-    return read_block(tensor, (rows,)).astype(np.float32)
+def _chunks(tensor: Stored) -> Iterator[tuple[slice, ...]]:
+    """Indices of parts that make up a tensor, also one without axes."""
+    if not tensor.shape:
+        return iter([()])
+    return ((rows,) for rows in _row_chunks(tensor, 0, tensor.shape[0]))
+
+
+def _wide(tensor: Stored, chunk: tuple[slice, ...]) -> np.ndarray:
+    return read_block(tensor, chunk).astype(np.float32)
 
 
 def _check(tensor: Stored, checksum: int) -> None:

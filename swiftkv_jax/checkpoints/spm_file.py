@@ -7,7 +7,6 @@ protobuf, without the package sentencepiece.
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
@@ -114,7 +113,7 @@ class ModelFile:
         )
 
 
-def read_model_file(file: Path, content: bytes) -> ModelFile:
+def read_model_file(content: bytes) -> ModelFile:
     """Parse a tokenizer.model. Raises `CheckpointError` if it is not SentencePiece's, or if its
     kind of model is neither byte pairs nor unigrams."""
     try:
@@ -123,20 +122,20 @@ def read_model_file(file: Path, content: bytes) -> ModelFile:
         messages: Any = import_protobuf()
     except ImportError:
         raise CheckpointError(
-            f"{file}: reading SentencePiece's format needs protobuf: pip install sentencepiece "
-            f"protobuf"
+            "tokenizer.model: reading SentencePiece's format needs protobuf: pip install "
+            "sentencepiece protobuf"
         ) from None
     proto = messages.ModelProto()
     try:
         proto.ParseFromString(content)
     except Exception:  # protobuf's DecodeError
         raise CheckpointError(
-            f"{file}: not a SentencePiece model, and there is no tokenizer.json beside it; get the "
-            f"model's tokenizer.json"
+            "tokenizer.model: not a SentencePiece model, and there is no tokenizer.json beside it; "
+            "get the model's tokenizer.json"
         ) from None
     if not proto.pieces or proto.trainer_spec.model_type not in (_UNIGRAM, _BPE):
         raise CheckpointError(
-            f"{file}: a SentencePiece model of words or characters is not supported; get the "
-            f"model's tokenizer.json"
+            "tokenizer.model: a SentencePiece model of words or characters is not supported; get "
+            "the model's tokenizer.json"
         )
     return ModelFile(proto)

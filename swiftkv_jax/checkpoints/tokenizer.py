@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ..text.special_tokens import ids_around
 from .gguf.tokenizer import TEKKEN as TEKKEN_PATTERN
 from .gguf.tokenizer import THREE_DIGITS
+from .json_files import parse_json
 from .spm_file import ModelFile, read_model_file
 
 if TYPE_CHECKING:
@@ -44,20 +45,20 @@ _LLAMA_CLASSES = frozenset(
 def read_tokenizer(path: Path, contents: Mapping[str, bytes], hf_config: Mapping[str, Any]) -> Any:
     """A `transformers.PreTrainedTokenizerFast`. `contents` are the tokenizer's files in the
     directory `path`, of which one is tokenizer.json or tokenizer.model. Raises whatever malformed
-    files make json, tokenizers and transformers raise."""
+    files make tokenizers and transformers raise, and `CheckpointError`."""
     from transformers import PreTrainedTokenizerFast
 
     settings = _settings(contents)
     llama = settings.get("tokenizer_class") in _LLAMA_CLASSES
     flags = {name: settings.get(name) for name in ("add_bos_token", "add_eos_token")}
     if "tokenizer.json" in contents:
-        stored = json.loads(contents["tokenizer.json"])
+        stored = _json(contents, "tokenizer.json")
         known = {token["id"]: token["content"] for token in stored.get("added_tokens") or ()}
         source = _source(path / "tokenizer.json", contents["tokenizer.json"])
         if not {"tokenizer_config.json", "special_tokens_map.json"} & contents.keys():
             settings |= _named_by_ids(hf_config, known)
     else:
-        model = read_model_file(path / "tokenizer.model", contents["tokenizer.model"])
+        model = read_model_file(contents["tokenizer.model"])
         source = {"tokenizer_object": _built(model, settings)}
         known = model.added
         settings = model.named | settings
@@ -142,10 +143,7 @@ def _settings(contents: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def _json(contents: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    value = json.loads(contents.get(name, b"{}"))
-    if not isinstance(value, dict):
-        raise ValueError(f"{name}: expected a JSON object")
-    return value
+    return parse_json(Path(name), contents.get(name, b"{}"))
 
 
 def _named_by_ids(hf_config: Mapping[str, Any], known: Mapping[int, str]) -> dict[str, str]:
@@ -215,7 +213,7 @@ def _missing(
 
 def has_chat_template(contents: Mapping[str, bytes]) -> bool:
     """Whether the tokenizer's files, name -> content, have a chat template. Builds no tokenizer.
-    Raises `CheckpointError` for a file that is no JSON."""
+    Raises `CheckpointError` for a file that is no JSON object."""
     return bool(_chat_template(_settings(contents), contents))
 
 

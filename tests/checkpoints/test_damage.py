@@ -113,6 +113,14 @@ def differ_in_the_manifest(path: Path) -> None:
     shutil.rmtree(path / "weights/upper.o")
 
 
+def tokenizer_config(content: str) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        shutil.copy(demo.LLAMA / "tokenizer.json", path)
+        (path / "tokenizer_config.json").write_text(content)
+
+    return damage
+
+
 def copy_the_demo(path: Path) -> None:
     shutil.copy(demo.SWIFTKV / "model.safetensors.index.json", path)
 
@@ -227,6 +235,21 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
         document("manifest.json", lambda found: found.update(leaves={"embed": 3})),
         "malformed",
     ),
+    "Orbax: a shape that is none": (
+        "orbax",
+        document("manifest.json", lambda found: found["leaves"]["embed"].update(shape=3)),
+        "/manifest.json: malformed: every leaf needs a shape",
+    ),
+    "a tokenizer's settings": (
+        "hf",
+        tokenizer_config("{"),
+        r": the tokenizer cannot be loaded \(tokenizer_config.json: not valid JSON",
+    ),
+    "a tokenizer's list": (
+        "hf",
+        tokenizer_config("[]"),
+        r"\(tokenizer_config.json: expected a JSON object, found list\)",
+    ),
 }
 
 
@@ -240,7 +263,7 @@ def test_damage_is_one_line(sound, tmp_path, name):
     text = str(error.value)
     assert text.startswith(str(path)) and "\n" not in text and len(text) < 1000
     assert re.search(message, text.removeprefix(str(path))), text
-    assert isinstance(error.value, ConfigError) == ("config.json" in message)
+    assert isinstance(error.value, ConfigError) == ("/config.json" in message)
 
 
 def test_a_flipped_byte_is_found_by_readers_of_a_part(sound, tmp_path):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
+from pathlib import Path
 from typing import Any
 
+from ...checkpoints.auxiliary import GENERATION_CONFIG
+from ...checkpoints.json_files import parse_json
 from ...errors import CheckpointError, UsageError, spelled
 from ...model.model import Model
 from ..engine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-GENERATION_CONFIG = "generation_config.json"
 GENERATION_CONFIG_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Sampling parameters that are read from `GENERATION_CONFIG`."""
 
@@ -30,9 +31,8 @@ def sampling_params(given: dict[str, Any], model: Model) -> SamplingParams:
 def checkpoint_params(model: Model) -> dict[str, Any]:
     """Fields of `SamplingParams` that the model's generation_config.json sets, if it draws. Raises
     `CheckpointError`."""
-    if GENERATION_CONFIG not in model.auxiliary_files.contents:
-        return {}
-    config = json.loads(model.auxiliary_files.contents[GENERATION_CONFIG])
+    content = model.auxiliary_files.contents.get(GENERATION_CONFIG, b"{}")
+    config = parse_json(Path(GENERATION_CONFIG), content)
     if not config.get("do_sample"):
         return {}
     found: dict[str, Any] = {"temperature": 1.0} | {

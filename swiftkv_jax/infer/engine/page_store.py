@@ -96,8 +96,11 @@ class PageStore:
         self._end = weakref.finalize(self, _end, self._writes, self._reads, owner)
         try:
             fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
             self._end()
+            if not isinstance(error, BlockingIOError):
+                error.filename = str(folder)  # flock names none
+                raise
             raise UsageError(
                 f"`prefix_cache_dir`={folder}: another process uses it", option="prefix_cache_dir"
             ) from None

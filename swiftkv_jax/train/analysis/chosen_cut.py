@@ -9,7 +9,7 @@ from pathlib import Path
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from ...checkpoints.auxiliary import read_json
+from ...checkpoints.json_files import read_json
 from ...checkpoints.source import Source
 from ...checkpoints.training_run import EXPORT, RECIPE
 from ...errors import ConfigError, DataError, UsageError

@@ -8,8 +8,8 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...checkpoints.auxiliary import read_json
 from ...checkpoints.hub import repository_of
+from ...checkpoints.json_files import read_json
 from ...errors import CheckpointError, DataError, UsageError
 from ...model.config import GENERATED_KV, Config
 from ...model.cut import CUT_FIELDS, describe_cut

@@ -17,7 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ... import cli
-from ...checkpoints.auxiliary import read_json
+from ...checkpoints.json_files import read_json
 from ...checkpoints.training_run import RECIPE
 from ...errors import CheckpointError, UsageError
 from ...process.files import write_atomic

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import Mesh
 
 from ...checkpoints import save_hf
-from ...checkpoints.auxiliary import read_json
+from ...checkpoints.json_files import read_json
 from ...checkpoints.source import Source
 from ...checkpoints.training_run import EXPORT, RECIPE, SPECULATOR, run_steps
 from ...errors import UsageError

@@ -15,8 +15,9 @@ from jax.sharding import Mesh
 
 from ...calibration import check_groups
 from ...checkpoints import load, open_any
-from ...checkpoints.auxiliary import load_tokenizer, read_json
+from ...checkpoints.auxiliary import load_tokenizer
 from ...checkpoints.digest import digest_all
+from ...checkpoints.json_files import read_json
 from ...checkpoints.training_run import RECIPE, config_differences
 from ...errors import CheckpointError, ConfigError, OutOfMemoryError, UsageError
 from ...model.config import Config

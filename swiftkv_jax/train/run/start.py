@@ -19,8 +19,8 @@ from ...calibration import (
     calibrate,
     scale_delta_queries,
 )
-from ...checkpoints.auxiliary import read_json
 from ...checkpoints.digest import digest_all
+from ...checkpoints.json_files import read_json
 from ...checkpoints.source import Source
 from ...model.attention import Attention
 from ...model.batch import Batch
