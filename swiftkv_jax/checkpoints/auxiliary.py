@@ -183,8 +183,9 @@ def end_tokens(stated: tuple[int, ...], tokenizer: Any, vocab_size: int) -> tupl
     """The tokens that end a generation: those `stated` by the configs, and the tokenizer's own,
     which is the only one that some fine-tunes change. One that the model lacks ends nothing."""
     own = getattr(tokenizer, "eos_token_id", None)
-    ids = stated if own is None or own in stated else (*stated, own)
-    return tuple(token for token in ids if 0 <= token < vocab_size)
+    if own is None or own in stated or own >= vocab_size:
+        return stated
+    return (*stated, own)
 
 
 def _stated_ends(
@@ -200,7 +201,7 @@ def _stated_ends(
         ids = []
     elif not isinstance(value, list):
         ids = [value]
-    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+    if not all(type(token) is int and 0 <= token < 2**31 for token in ids):
         raise CheckpointError(
             f"{path}: eos_token_id={value!r} must be a token id or a list of them"
         )

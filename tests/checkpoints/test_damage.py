@@ -240,6 +240,16 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
         document("manifest.json", lambda found: found["leaves"]["embed"].update(shape=3)),
         "/manifest.json: malformed: every leaf needs a shape",
     ),
+    "an end token below zero": (
+        "hf",
+        document("generation_config.json", lambda found: found.update(eos_token_id=-1)),
+        "eos_token_id=-1 must be a token id",
+    ),
+    "an end token above all": (
+        "hf",
+        document("generation_config.json", lambda found: found.update(eos_token_id=[1, 2**40])),
+        r"eos_token_id=\[1, 1099511627776\] must be a token id",
+    ),
     "a tokenizer's settings": (
         "hf",
         tokenizer_config("{"),

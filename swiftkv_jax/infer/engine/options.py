@@ -248,8 +248,8 @@ class EngineOptions:
     structured_outputs: bool = False
     """Compile the programs that a request with a `grammar` needs."""
     decode_rows: tuple[int, ...] | None = None
-    """Sizes of a decode call, ascending, of which the last is `max_num_seqs`; None chooses them for
-    the device."""
+    """Sizes of a decode call, ascending, of which the last is the slots of a data-parallel shard;
+    None chooses them for the device."""
     chunks: tuple[int, ...] | None = None
     """Sizes of a chunk, ascending, of which the last is `max_num_batched_tokens`; None chooses them
     for the device."""
