@@ -1,6 +1,7 @@
 """An engine whose prefix cache goes on from files of an earlier one."""
 
 import collections
+import errno
 import functools
 import gc
 import random
@@ -10,7 +11,7 @@ import weakref
 import pytest
 
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.infer.engine import host_tier
+from swiftkv_jax.infer.engine import host_tier, page_store
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.host_tier import HostTier
 from swiftkv_jax.infer.engine.page_store import PageStore
@@ -22,10 +23,20 @@ from swiftkv_jax.serve.command import warm
 from tests.infer.engine.mock_requests import ask, check_empty, drain, prompt_of
 from tests.infer.engine.test_engine import collect, prompts_of, small
 from tests.infer.engine.test_host_tier import Memory, pool_of
-from tests.infer.engine.test_page_store import KEYS, files, write
+from tests.infer.engine.test_page_store import KEYS, files, store_of, write
 from tests.infer.engine.test_scheduler import answers
 from tests.infer.engine.test_update_weights import model
 from tests.infer.mock_model_runner import continuation, mock_engine
+
+
+def test_a_file_system_without_locks_is_not_another_process(tmp_path, monkeypatch):
+    def flock(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(page_store.fcntl, "flock", flock)
+    with pytest.raises(OSError, match="No locks available") as error:
+        store_of(tmp_path)
+    assert error.value.filename == str(tmp_path)
 
 
 def test_a_restart_answers_from_disk(tmp_path):
