@@ -170,7 +170,7 @@ def _files(name: str, folder: Path) -> tuple[list[str], Exception | None]:
     try:
         info = huggingface_hub.HfApi().model_info(name, revision=folder.name)
         return sorted(file.rfilename for file in info.siblings or ()), None
-    except (huggingface_hub.errors.HfHubHTTPError.__bases__[0], OSError) as error:
+    except (_http_error(), OSError) as error:
         cached = [path for path in folder.rglob("*") if path.is_file()]
         return sorted(path.relative_to(folder).as_posix() for path in cached), error
 
@@ -289,7 +289,9 @@ def _reason_of_failure(name: str, revision: str | None, error: BaseException) ->
     last = causes[-1]
     if isinstance(error, OSError) and _is_of_cache(error, cache):
         return f"the cache {cache} cannot be written: set HF_HOME to a folder that can"
-    if isinstance(error, OSError | RuntimeError) or any(map(_is_of_http, causes)):
+    if isinstance(error, OSError | RuntimeError) or any(
+        isinstance(each, _http_error()) for each in causes
+    ):
         detail = (str(last).strip().splitlines() or [""])[0] or type(last).__name__
         return f"the Hub at {hub} cannot be reached ({detail}); it is not in the cache {cache}"
     return None
@@ -298,7 +300,8 @@ def _reason_of_failure(name: str, revision: str | None, error: BaseException) ->
 def _is_of_cache(error: OSError, cache: str) -> bool:
     """Whether a folder of the cache cannot be made or written."""
     at = str(error.filename or "")
-    above = bool(at) and (cache.startswith(at) or at.startswith(cache))  # /proc has no folders
+    # Above it too: /proc has no folders.
+    above = bool(at) and (Path(cache).is_relative_to(at) or Path(at).is_relative_to(cache))
     return error.errno in _UNWRITABLE or (error.errno == errno.ENOENT and above)
 
 
@@ -309,8 +312,8 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
-def _is_of_http(error: BaseException) -> bool:
-    """Whether it is of the HTTP library, which depends on the version of huggingface_hub."""
+def _http_error() -> type[Exception]:
+    """The base of errors of the HTTP library, which depends on the version of huggingface_hub."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    return isinstance(error, HfHubHTTPError.__bases__[0])
+    return HfHubHTTPError.__bases__[0]

@@ -177,13 +177,13 @@ def _dequantized(
     """Leaf name -> array, each matrix computed from its two parts."""
     assert source.quantization is not None
     scheme = Scheme(source.quantization)
-    by_name = {leaf.name: leaf for leaf in source.leaves}
+    leaf_of = {leaf.name: leaf for leaf in source.leaves}
     where = shardings(source.config, mesh) | source.shardings(mesh)
     for leaf in source.leaves:
         if leaf.part is None:
             yield leaf.name, source.read(leaf, dtype, where[leaf.name])
         elif leaf.part == VALUES:
-            scale = by_name[f"{leaf.matrix}.{SCALE}"]
+            scale = leaf_of[f"{leaf.matrix}.{SCALE}"]
             values, scale = (source.read(part, None, where[part.name]) for part in (leaf, scale))
             product = jax.jit(dequantize, static_argnums=1, out_shardings=where[leaf.matrix])
             yield leaf.matrix, product(Quantized(values, scale, scheme), dtype)
@@ -237,7 +237,7 @@ def with_split(stored: Source, config: Config) -> Source:
     Raises `CheckpointError` if the teacher's upper q, k, v are absent.
     """
     stored.require_teacher("split its layers elsewhere")
-    by_name = {leaf.name: leaf for leaf in stored.leaves}
+    leaf_of = {leaf.name: leaf for leaf in stored.leaves}
     cut = config.num_lower_layers
 
     def parts(leaf: MappedLeaf) -> list[MappedLeaf]:
@@ -245,7 +245,7 @@ def with_split(stored: Source, config: Config) -> Source:
         if not leaf.stacked:
             return [leaf]
         suffix = leaf.name.removeprefix("lower").removeprefix("upper")
-        return [by_name[f"lower{suffix}"], by_name[f"upper{suffix}"]]
+        return [leaf_of[f"lower{suffix}"], leaf_of[f"upper{suffix}"]]
 
     def read(leaf: MappedLeaf, dtype: np.dtype, sharding: Sharding) -> jax.Array:
         if not leaf.stacked:

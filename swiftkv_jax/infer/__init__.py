@@ -1,7 +1,8 @@
 """Serving: prompts in, tokens or text out, over a static key/value cache.
 
 `Engine.from_model(model, options)` prepares an engine; `Engine.run` yields the outputs of
-requests. For one call without an engine to keep see `generate`.
+requests. For one call without an engine to keep there is
+`swiftkv_jax.generate`.
 """
 
 from __future__ import annotations

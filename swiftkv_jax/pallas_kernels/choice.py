@@ -1,7 +1,8 @@
 """The choice of an implementation: the one that is named, or the device's own kernels where they
 take the call.
 
-Every reason for which XLA runs a call in their place is a `Choice.reason`, found here in this
+Every reason for which XLA runs a call in their place is a `Choice.reason`. Those of FP8 products
+and rows are found beside them (`choose_fp8_product`, `choose_fp8_rows`), all others here, in this
 order: an option of the call, the device, the call's shapes and dtypes, the tuning, and last the
 limits of the kernel itself (its `unsupported_reason`). `kernel_check.checked_implementation` asks
 for all calls of a program, logs the reasons, and names 'xla' where a kernel was found wrong.

@@ -250,10 +250,10 @@ class ServerOptions:
     """Lower priorities come first, where 10 s of waiting count as much as a difference of 1."""
 
     queue_timeout: float = _timeout(120.0, "a request may wait", group="timeouts")
-    """Until its prefill begins."""
+    """Time from its arrival until its prefill begins."""
     request_timeout: float = _timeout(3600.0, "a request may take")
     write_timeout: float = _timeout(60.0, "a client may leave a stream unread")
-    """Once what the system buffers is full."""
+    """Time in which nothing more is sent, since the system's buffers are full."""
     header_timeout: float = 10.0
     """Time from the first byte of a request to the end of its headers."""
     body_timeout: float = 30.0

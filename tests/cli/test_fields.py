@@ -16,12 +16,21 @@ from swiftkv_jax.cli.model_options import ModelOptions
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.commands.output_options import output
 from swiftkv_jax.infer.engine.options import EngineOptions
+from swiftkv_jax.serve.arguments import EngineFeatures
 from swiftkv_jax.serve.options import ServerOptions
 from swiftkv_jax.train.calibrate_options import CalibrationOptions
 from swiftkv_jax.train.recipe import Recipe
 from swiftkv_jax.train.run_options import PlanOptions
 
 ROOT = Path(__file__).parents[2]
+
+
+def test_flags_of_the_server_alone_have_types_and_defaults_of_the_engines_options():
+    fields = {field.name: field for field in dataclasses.fields(EngineOptions)}
+    for field in dataclasses.fields(EngineFeatures):
+        assert field.type == fields[field.name].type
+        if field.name != "structured_outputs":  # off in an engine, on in the server
+            assert field.default == fields[field.name].default, field.name
 
 
 def parse_pair(text: str) -> tuple[str, str]:

@@ -251,8 +251,8 @@ class EngineOptions:
     """Sizes of a decode call, ascending, of which the last is the slots of a data-parallel shard;
     None chooses them for the device."""
     chunks: tuple[int, ...] | None = None
-    """Sizes of a chunk, ascending, of which the last is `max_num_batched_tokens`; None chooses them
-    for the device."""
+    """Sizes of a chunk, ascending, in the place of `max_num_batched_tokens`; None chooses them for
+    the device."""
     one_size: bool = False
     """For an engine that serves one call: compile only the largest of the sizes that are None, and
     allocate no more KV cache than `max_num_seqs` sequences fill."""
@@ -267,6 +267,10 @@ class EngineOptions:
     between versions."""
 
     def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type == "bool" and type(value) is not bool:
+                raise UsageError(f"`{field.name}`={value!r} must be a bool", option=field.name)
         for name, value in self.compiler_options.items():
             if not isinstance(name, str) or not isinstance(value, str | int | float | bool):
                 raise UsageError(
@@ -315,9 +319,10 @@ class EngineOptions:
             if getattr(self, name) and not getattr(self, needed):
                 raise UsageError(f"`{name}` needs `{needed}`", option=name)
         _check_generated_kv(self.generated_kv, self.exact_tail)
-        if not 0 < self.memory_utilization <= 1:
+        share = self.memory_utilization
+        if not isinstance(share, int | float) or not 0 < share <= 1:
             raise UsageError(
-                f"`memory_utilization`={self.memory_utilization} must be above 0 and at most 1",
+                f"`memory_utilization`={share!r} must be a number above 0 and at most 1",
                 option="memory_utilization",
             )
 

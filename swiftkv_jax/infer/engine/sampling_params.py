@@ -117,7 +117,7 @@ class SamplingParams:
         metavar="N",
         names=("--max-tokens", "--max-new-tokens"),
     )
-    """Including the end token."""
+    """The end token counts too."""
     min_tokens: int = option(
         0, "no end token, and no stop string, before this many (default: %(default)s)", metavar="N"
     )

@@ -231,7 +231,7 @@ def with_widths(shapes: Shapes, config: Config, speculative: SpeculativeConfig) 
     lookup = (speculative.prompt_lookup_min, speculative.prompt_lookup_max)
     if not speculative.enable_suffix_decoding:
         lookup = (2, 1)  # no match is longer than the longest
-    of_rows = (next(w for most, w in WIDTHS if rows <= most) for rows in shapes.decode_rows)
+    of_rows = (next(w for up_to, w in WIDTHS if rows <= up_to) for rows in shapes.decode_rows)
     return dataclasses.replace(
         shapes,
         widths=tuple(min(width, limit) for width in of_rows),

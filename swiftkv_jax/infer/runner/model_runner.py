@@ -176,8 +176,8 @@ class ModelRunner:
             lowered = lower_all(self.layout, self.shapes, self.weights, self._attention)
             options = self._compiler_options
             defaults = functools.partial(compiler_defaults, platform=self._device.platform)
-            kept = None if self.layout.mesh is not None else KeptPrograms.of(self._device)
-            self._compiled = compile_all(lowered, self._on_compile, options, defaults, kept)
+            programs = None if self.layout.mesh is not None else KeptPrograms.of(self._device)
+            self._compiled = compile_all(lowered, self._on_compile, options, defaults, programs)
         except ImplementationError as error:
             raise UsageError(error.of_option("attention"), option="attention") from error
         state, limit, mesh = self.layout.state(self.shapes), self._memory_limit, self.layout.mesh

@@ -72,7 +72,12 @@ async def run[B: Body](
             raise
         generation.timeout = timeout
         generation.queue_key = exchange.key
-        exchange.on_gone = lambda: service.abort(generation, "client") or generation.changed.set()
+
+        def leave() -> None:
+            service.abort(generation, "client")
+            generation.changed.set()
+
+        exchange.on_gone = leave
         if generation.parts:
             service.submit(generation)
         else:

@@ -349,8 +349,9 @@ class Service:
         self.abort(generation, "timeout")
 
     def _measure_rate(self, now: float) -> None:
-        """Over the seconds in which prompts were waiting from beginning to end, for nothing but
-        prefill: not for slots, of which a request needs one for each sample, and not for pages."""
+        """Measure `prefill_rate` over the seconds in which prompts were waiting from beginning to
+        end, for nothing but prefill: not for slots, of which a request needs one for each sample,
+        and not for pages."""
         snapshot = self.engine.snapshot
         load = snapshot.load
         slots = max((len(part.choices) for one in self._admitted for part in one.parts), default=1)

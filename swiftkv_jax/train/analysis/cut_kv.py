@@ -145,7 +145,7 @@ class Fitter:
         self.pairs = paired_dims(config)
         self._tails = tuple(dict.fromkeys((0, exact_tail)))
         self._queries: dict[int, LayerQueries] = {}
-        """Of each batch, which are the same for all cuts."""
+        """Number of a batch -> its queries, which are the same for all cuts."""
 
     def tail(self, generated: GeneratedKV) -> int:
         return self.exact_tail if generated == "own" else 0

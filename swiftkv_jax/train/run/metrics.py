@@ -124,7 +124,7 @@ def _is_kept(row: dict[str, Any], first_step: int | None) -> bool:
 
 class _TensorBoard:
     """Event files in one folder, one for each start of the run. In older files TensorBoard skips
-    the steps after `purge_step`."""
+    the steps from `purge_step` on."""
 
     def __init__(self, folder: Path, first_step: int | None):
         purge_step = first_step + 1 if first_step else first_step

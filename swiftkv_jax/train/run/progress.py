@@ -51,7 +51,7 @@ def peak_flops(mesh: Mesh, dtype: jnp.dtype) -> PeakFlops:
     """The published peak of the mesh's devices where it is known, else what a large matrix product
     in `dtype` reaches here.
 
-    Every device of every process counts once.
+    Every device of every process counts once; those that a CPU emulates are one together.
     """
     device = mesh.devices.flat[0]
     count = 1 if device.platform == "cpu" else mesh.size  # emulated devices share their cores

@@ -146,6 +146,8 @@ def test_options_are_checked():
         ({"kv_cache_dtype": "fp4"}, "'fp4' is not one of"),
         ({"kv_cache_dtype": "bfloat16"}, "needs weights of that dtype"),
         ({"memory_utilization": 1.5}, "`memory_utilization`=1.5"),
+        ({"memory_utilization": "0.9"}, "`memory_utilization`='0.9' must be a number"),
+        ({"scoring": "no"}, "`scoring`='no' must be a bool"),
         ({"decode_rows": (2,)}, "the last of `decode_rows` the 4 sequences"),
         ({"chunks": (16, 4)}, "must be ascending"),
     ):
