@@ -129,6 +129,18 @@ def test_students_of_a_real_model_in_the_readme_are_the_measured_ones():
         "At half, calibrated with closer states, Gemma loses {} points of recall and {} of names, "
         "Qwen {} and {}."
     ).format(*lost) in " ".join(text_of(README).split())
+    two = sorted(
+        (-cell["num_key_value_layers"], cell["human_eval"])
+        for cell in documents["qwen2.5-coder-0.5b", 1]["cells"]
+        if "human_eval" in cell
+    )
+    solved = [f"{100 * one['difference']['value']:+.0f} ± "
+              f"{100 * one['difference']['stderr']:.0f}" for _, one in two]  # fmt: skip
+    assert (
+        f"Of HumanEval's {two[0][1]['problems']} problems, with short prompts, Qwen solves "
+        f"{100 * two[0][1]['teacher']:.0f} %, its students with 16 and 12 layers in closed form "
+        f"{' and '.join(solved)} points beside it."
+    ) in " ".join(text_of(README).split())
     pairs = next(
         cell
         for cell in documents["smollm2-135m", 1]["cells"]

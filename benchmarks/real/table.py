@@ -79,6 +79,7 @@ def _parts(found: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield _describe(one)
     yield _short_table(one, _ON_THE_PAGE)
     yield from _notes(one)
+    yield from _human_eval(one)
     if several:
         yield _describe_tasks(several)
         yield _short_table(several, _OF_TASKS)
@@ -105,8 +106,8 @@ _INTRODUCTION = (
     "`python -m benchmarks.real MODEL` fits and measures students; "
     "`python -m benchmarks.distill_real PLAN` trains them "
     "([how](../CONTRIBUTING.md#measurements)). A program is what the prompt computes above the "
-    "cut: the closed form only, a tap on the token before, the attention of some upper layers, "
-    "neurons of their MLPs, or an exact first token."
+    "cut: the closed form only, a tap on the token before, attention and neurons of upper layers, "
+    "or an exact first token."
 )
 
 
@@ -147,6 +148,21 @@ def _notes(found: Sequence[dict[str, Any]]) -> Iterator[str]:
     for (device, tokens), trained in sorted(students.items()):
         amounts = " and ".join(f"{amount / 1e6:.2g}M" for amount in sorted(set(trained)))
         yield f"Trained on {amounts}: {device}, from a start fitted to {tokens:,} tokens."
+
+
+def _human_eval(found: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """The problems that teacher and students solve, where they were tried."""
+    cells = [cell for each in found for cell in each["cells"] if "human_eval" in cell]
+    if cells:
+        tried = cells[0]["human_eval"]
+        points = ", ".join(
+            f"{_points(cell['human_eval'])} with {cell['num_key_value_layers']} layers"
+            for cell in sorted(cells, key=_order)
+        )
+        yield (
+            f"HumanEval, {tried['problems']} problems: the teacher solves {tried['teacher']:.0%}; "
+            f"{points}."
+        )
 
 
 def _trained_on(cell: Cell) -> str:

@@ -367,7 +367,7 @@ def test_table():
         "cells": [cell.key | figures for cell in made],
     }
     newer = copy.deepcopy(document)
-    newer["cells"] = [newer["cells"][2] | {"human_eval": task}]
+    newer["cells"] = [newer["cells"][2] | {"human_eval": task | {"problems": 5}}]
     lines = table.table([document, newer]).splitlines()[2:]
     assert lines[0] == (
         "| 20 (67%) | closed form | `own`, 64 |  | 60.4% | +1.2% ± 0.4 | +1.2% ± 0.4 | 0.012 "
