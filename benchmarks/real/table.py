@@ -43,9 +43,9 @@ LEGEND = (
     f"and `identifiers` to complete, over documents of 512 to 4,096 tokens. ± is one standard "
     f"error of the paired difference; those of the tasks take questions about one document for "
     f"independent. "
-    f"`own`, 64: answers and the prompt's last 64 tokens keep their own keys and values. Without "
-    f"tokens students are in closed form; `restated` is the share of the rows whose "
-    f"answers [repeat parts of their prompts](training.md#data)."
+    f"`own`, 64: answers and the prompt's last 64 tokens keep their own keys and values. "
+    f"`restated` is the share of the rows whose answers [repeat parts of their prompts]"
+    f"(training.md#data)."
 )
 
 
@@ -103,8 +103,7 @@ def _short_table(found: Sequence[dict[str, Any]], columns: Sequence[int]) -> str
 
 
 _INTRODUCTION = (
-    "`python -m benchmarks.real MODEL` fits and measures students; "
-    "`python -m benchmarks.distill_real PLAN` trains them "
+    "`python -m benchmarks.real` fits and measures students, `benchmarks.distill_real` trains them "
     "([how](../CONTRIBUTING.md#measurements)). A program is what the prompt computes above the "
     "cut: the closed form only, a tap on the token before, attention and neurons of upper layers, "
     "or an exact first token."
