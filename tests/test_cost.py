@@ -18,7 +18,6 @@ from swiftkv_jax.infer.runner.lowering import (
     PrefillProgram,
     Program,
     UpperProgram,
-    lower_program,
 )
 from swiftkv_jax.infer.runner.serving_form import num_bytes, weight_shapes
 from swiftkv_jax.model.attention import Attention
@@ -34,6 +33,7 @@ from swiftkv_jax.plan.cost import (
 )
 from swiftkv_jax.plan.presets import LLAMA_8B
 from swiftkv_jax.train.loss.distill import mean_loss
+from tests.lowered import lower_program
 
 # Two layers are two loops of one step each; short rows keep attention, of which XLA computes both
 # triangles, small.

@@ -16,12 +16,12 @@ from swiftkv_jax.infer.runner.lowering import (
     PrefillProgram,
     Program,
     UpperProgram,
-    lower_program,
 )
 from swiftkv_jax.infer.runner.serving_form import serving_weights
 from swiftkv_jax.model.config import Config
 from swiftkv_jax.model.params import QKV, llama_shapes, swiftkv_shapes
 from tests import tiny
+from tests.lowered import lower_program
 
 CONFIG = Config(
     vocab_size=64,

@@ -8,13 +8,14 @@ import optax
 import pytest
 
 from swiftkv_jax.checkpoints.hf_config import config_from_hf
-from swiftkv_jax.infer.runner.lowering import PrefillProgram, lower_program
+from swiftkv_jax.infer.runner.lowering import PrefillProgram
 from swiftkv_jax.model.batch import unpacked_batch
 from swiftkv_jax.model.mesh import make_mesh
 from swiftkv_jax.model.params import llama_shapes
 from swiftkv_jax.train.recipe import DEMO
 from swiftkv_jax.train.run.step import make_train_step, state_shapes
 from tests import tiny
+from tests.lowered import lower_program
 
 LENGTH = 8192
 

@@ -16,7 +16,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
 from swiftkv_jax.infer.runner.choose_shapes import FEW_TILES
-from swiftkv_jax.infer.runner.lowering import DecodeProgram, PrefillProgram, lower_program
+from swiftkv_jax.infer.runner.lowering import DecodeProgram, PrefillProgram
 from swiftkv_jax.model.config import Config
 from swiftkv_jax.pallas_kernels import (
     AttentionOperands,
@@ -28,6 +28,7 @@ from swiftkv_jax.pallas_kernels import (
 from swiftkv_jax.plan.presets import LLAMA_8B, LLAMA_70B
 from swiftkv_jax.plan.topology import topology_mesh
 from tests.compile.compiled import compile_for
+from tests.lowered import lower_program
 
 MIB = 2**20
 GPUS = ["a100:1", "l4:1", "h100:1", "b200:1"]

@@ -16,7 +16,6 @@ from swiftkv_jax.infer.runner.lowering import (
     PrefillProgram,
     UpperProgram,
     compiler_defaults,
-    lower_program,
 )
 from swiftkv_jax.model.cache import bytes_per_token
 from swiftkv_jax.plan.presets import (
@@ -31,6 +30,7 @@ from swiftkv_jax.plan.presets import (
 from swiftkv_jax.plan.topology import topology_mesh
 from tests.compile import hlo
 from tests.compile.compiled import with_kernels
+from tests.lowered import lower_program
 
 GIB, MIB = 2**30, 2**20
 MACHINES = {  # model, topology, mesh, memory of a device in GiB (the vendors' figures)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from swiftkv_jax.infer.runner.lowering import DecodeProgram, PrefillProgram, lower_program
+from swiftkv_jax.infer.runner.lowering import DecodeProgram, PrefillProgram
 from swiftkv_jax.infer.runner.serving_form import weight_shapes
 from swiftkv_jax.model import layers
 from swiftkv_jax.model.boundary import project_fused_kv
@@ -19,6 +19,7 @@ from swiftkv_jax.plan.presets import LLAMA_8B
 from swiftkv_jax.plan.topology import topology_mesh
 from tests.compile import hlo
 from tests.compile.compiled import compile_for
+from tests.lowered import lower_program
 
 MIB = 2**20
 CONFIG = LLAMA_8B.cut(16, 8)

@@ -7,10 +7,11 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from swiftkv_jax.infer.runner.lowering import DecodeProgram, lower_program
+from swiftkv_jax.infer.runner.lowering import DecodeProgram
 from swiftkv_jax.plan.presets import LLAMA_8B, LLAMA_70B, QWEN3_30B_A3B
 from swiftkv_jax.plan.topology import topology_mesh
 from tests.compile.compiled import with_kernels
+from tests.lowered import lower_program
 
 MIB = 2**20
 H200, H200_8 = ("h200:1", (1, 1)), ("h200:8", (1, 8))

@@ -17,7 +17,7 @@ from swiftkv_jax.infer.bench.dummy import STANDARD_DEVIATION, dummy_model
 from swiftkv_jax.infer.bench.options import BenchOptions
 from swiftkv_jax.infer.bench.summary import Variant
 from swiftkv_jax.infer.runner.build import build_model_runner
-from swiftkv_jax.infer.runner.lowering import DecodeProgram, PrefillProgram, lower_program
+from swiftkv_jax.infer.runner.lowering import DecodeProgram, PrefillProgram
 from swiftkv_jax.infer.runner.serving_form import num_bytes, weight_shapes
 from swiftkv_jax.model.mesh import make_mesh
 from swiftkv_jax.model.quantization import Scheme, dequantize
@@ -26,6 +26,7 @@ from swiftkv_jax.plan.presets import PRESETS
 from swiftkv_jax.plan.roofline import measure_roofline
 from tests.infer.bench.conftest import CELL, CONFIG, ROOFLINE
 from tests.infer.engine import own_kv_engines
+from tests.lowered import lower_program
 
 BYTES = {"prefill_bytes": 70, "weight_bytes": 100, "kv_bytes": 10, "written_bytes": 6}
 

@@ -10,8 +10,9 @@ import pytest
 
 from swiftkv_jax import Config
 from swiftkv_jax.infer.runner import decode_programs
-from swiftkv_jax.infer.runner.lowering import DecodeProgram, PrefillProgram, lower_program
+from swiftkv_jax.infer.runner.lowering import DecodeProgram, PrefillProgram
 from swiftkv_jax.model.mesh import make_mesh, parse_mesh
+from tests.lowered import lower_program
 
 WIDE = Config(
     vocab_size=64,

@@ -16,7 +16,7 @@ from swiftkv_jax.infer.runner.kv_heads import (
     kv_head_copies,
     with_kv_head_copies,
 )
-from swiftkv_jax.infer.runner.lowering import DecodeProgram, lower_program
+from swiftkv_jax.infer.runner.lowering import DecodeProgram
 from swiftkv_jax.infer.runner.memory import bytes_per_device
 from swiftkv_jax.model.initialization import init_llama, init_swiftkv
 from swiftkv_jax.model.mesh import make_mesh
@@ -24,6 +24,7 @@ from swiftkv_jax.model.model import Model
 from swiftkv_jax.model.params import Param, map_params
 from swiftkv_jax.model.quantization import Quantized, Scheme, dequantize, quantize
 from tests import tiny
+from tests.lowered import lower_program
 
 TOKENS = np.random.default_rng(0).integers(0, 61, (2, 12))
 CONFIG = skv.Config(

@@ -23,7 +23,6 @@ from swiftkv_jax.infer.runner.lowering import (
     PrefillProgram,
     Program,
     UpperProgram,
-    lower_program,
 )
 from swiftkv_jax.infer.runner.prefill_chunk import Joined, chunk_needs, pack_chunk, pack_upper
 from swiftkv_jax.infer.runner.prefill_programs import prefill_chunk, score_chunk
@@ -34,6 +33,7 @@ from swiftkv_jax.model.cache import KVCache, bytes_per_token, init_cache
 from swiftkv_jax.model.config import LayerKind, Rope
 from swiftkv_jax.plan.presets import LLAMA_8B
 from tests import tiny
+from tests.lowered import lower_program
 
 CUTS = {"g=2": (2, 2), "K=1 g=3": (1, 3), "K=L": (4, 1)}
 PAGE, PAGES, TABLE = 4, 16, 5
