@@ -20,9 +20,8 @@ from ..model.cut import CUT_FIELDS
 from ..model.model import LOSS_FIELDS, AuxiliaryFiles, Model
 from ..model.quantization import Format
 from ..process.files import write_json
-from .foreign import check_no_pointer
+from ..process.json_files import check_no_pointer, parse_json, read_json
 from .hf_config import config_from_hf, config_to_hf, is_wrapped, text_fields
-from .json_files import parse_json, read_json
 from .quantized.compressed_tensors import quantization_config
 from .quantized.config import read_quantization_config
 from .tokenizer import TEMPLATES, corrected, read_tokenizer, with_chat_template

@@ -8,22 +8,11 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..errors import CheckpointError
+from ..process.json_files import check_no_pointer
 
-_POINTER = b"version https://git-lfs"
-"""How a Git LFS pointer begins: the text that stands for a large file which was not fetched."""
 _PICKLES = (".bin", ".pt", ".pth", ".pkl")
 ADAPTER = "adapter_config.json"
 _URL = re.compile(r"https?://[^/]+/([\w.-]+/[\w.-]+)")
-
-
-def check_no_pointer(file: Path, content: bytes) -> None:
-    """Raise `CheckpointError` if a file, which begins with `content`, is a Git LFS pointer."""
-    if content.startswith(_POINTER):
-        raise CheckpointError(
-            f"{file}: a Git LFS pointer in the place of the file: `git lfs pull` in its folder "
-            f"fetches it"
-        )
 
 
 def is_path(model: str) -> bool:
@@ -43,7 +32,7 @@ def missing(model: str) -> str:
 def not_a_directory(path: Path) -> str:
     """Say why a file is no model. Raises `CheckpointError` for a Git LFS pointer."""
     with path.open("rb") as opened:
-        begin = opened.read(len(_POINTER))
+        begin = opened.read(64)
     check_no_pointer(path, begin)
     if path.suffix in (".safetensors", ".json"):
         return f"a checkpoint is a directory: give {path.parent}"

@@ -26,11 +26,11 @@ from ..model.cut import has_same_delta
 from ..model.model import LOSS_FIELDS, AuxiliaryFiles, Model
 from ..model.quantization import SCALE, VALUES, Format, Scheme, refuse_quantized
 from ..model.stacks import split_layers
+from ..process.json_files import read_json
 from . import foreign, loss_notes, source
 from .auxiliary import read_auxiliary_files
 from .hf_config import is_wrapped, ties_without_head
 from .hf_write import BASE_DIGEST, DELTA, FORMAT, INDEX, SINGLE_FILE, base_model_digest
-from .json_files import read_json
 from .quantized.config import MODELOPT, read_quantization_config
 from .quantized.matrices import Tensor, join_tensors, keep_matrices
 from .safetensors_io import DTYPES, WIDE, Stored, read_header, same_values

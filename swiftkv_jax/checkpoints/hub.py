@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, UsageError
+from ..process.json_files import read_json
 from . import foreign
 from .auxiliary import GENERATION_CONFIG, TOKENIZER_FILES
 from .gguf.file import is_later_part, is_model_name, shards
 from .hf_write import INDEX, SINGLE_FILE
-from .json_files import read_json
 from .peft import WEIGHTS as ADAPTER_WEIGHTS
 from .quantized.config import MODELOPT
 from .tokenizer import TEKKEN, TEMPLATES

@@ -29,10 +29,10 @@ from ..model.config import Config
 from ..model.cut import has_same_delta
 from ..model.quantization import FORMATS, SCALE, VALUES, Format, Scheme
 from ..process.files import check_free, new_directory, write_json
+from ..process.json_files import read_json
 from . import source
 from .auxiliary import read_auxiliary_files, write_auxiliary_files
 from .digest import digest
-from .json_files import read_json
 from .source import Source
 from .states import quiet_orbax, try_orbax
 from .tensor_map import MappedLeaf, check_no_problems, differences, leaves

@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..errors import CheckpointError, ConfigError
+from ..process.json_files import read_json
 from . import foreign
 from .families.fields import check_integer, check_kind, check_number, shown
-from .json_files import read_json
 from .safetensors_io import WIDE, Stored, read_block, read_header
 from .tensor_map import check_no_problems, is_vision
 

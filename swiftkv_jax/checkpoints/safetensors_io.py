@@ -20,7 +20,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError
-from .foreign import check_no_pointer
+from ..process.json_files import check_no_pointer
 
 DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),

@@ -22,8 +22,8 @@ from ..model.speculator import Norm, Speculator, speculator_shapes
 from ..model.speculator_config import GATES, SpeculatorConfig, refused_drafter
 from ..process.distributed import is_main_process
 from ..process.files import new_directory, write_json
+from ..process.json_files import read_json
 from .families.fields import agreed, check_integer, check_kind, shown, unknown_field
-from .json_files import read_json
 from .safetensors_io import WIDE, Stored, read_header, read_into, same_values, write_file
 from .tensor_map import Expected, check_no_problems, differences
 

@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..process.json_files import parse_json
 from ..text.special_tokens import ids_around
 from .gguf.tokenizer import TEKKEN as TEKKEN_PATTERN
 from .gguf.tokenizer import THREE_DIGITS
-from .json_files import parse_json
 from .spm_file import ModelFile, read_model_file
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from jax.sharding import Sharding
 from ..errors import CheckpointError, UsageError
 from ..model.config import Config
 from ..model.cut import CUT_FIELDS
+from ..process.json_files import read_json
 from . import open_any
 from .digest import digest_all
-from .json_files import read_json
 from .source import Reader, Source, shardings, with_delta
 from .states import FOLDER, DamagedError, Metadata, list_steps, read_leaf, read_metadata
 from .tensor_map import MappedLeaf, leaves

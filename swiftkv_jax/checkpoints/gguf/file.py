@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 
 from ...errors import CheckpointError
-from ..foreign import check_no_pointer
+from ...process.json_files import check_no_pointer
 from ..interleaved import Interleaved, split_pairs
 
 _MAGIC = b"GGUF"

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoints.auxiliary import GENERATION_CONFIG
-from ...checkpoints.json_files import parse_json
 from ...errors import CheckpointError, UsageError, spelled
 from ...model.model import Model
+from ...process.json_files import parse_json
 from ..engine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,6 @@ from pathlib import Path
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from ...checkpoints.json_files import read_json
 from ...checkpoints.source import Source
 from ...checkpoints.training_run import EXPORT, RECIPE
 from ...errors import ConfigError, DataError, UsageError
@@ -18,6 +17,7 @@ from ...model.cut import CUT_FIELDS
 from ...model.model import default_dtype
 from ...plan.cost import prefill_flops
 from ...process.distributed import is_main_process
+from ...process.json_files import read_json
 from ..loss.quality import MIN_FAR_TOKENS
 from ..run.progress import peak_flops
 from ..run.setup import cut_model

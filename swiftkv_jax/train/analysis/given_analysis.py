@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...checkpoints.hub import repository_of
-from ...checkpoints.json_files import read_json
 from ...errors import CheckpointError, DataError, UsageError
 from ...model.config import GENERATED_KV, Config
 from ...model.cut import CUT_FIELDS, describe_cut
+from ...process.json_files import read_json
 from ..loss.quality import PerplexityLoss
 from ..run.setup import cut_model
 from ..run_options import RunOptions

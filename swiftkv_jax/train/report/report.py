@@ -17,10 +17,10 @@ from typing import Any
 from tqdm import tqdm
 
 from ... import cli
-from ...checkpoints.json_files import read_json
 from ...checkpoints.training_run import RECIPE
 from ...errors import CheckpointError, UsageError
 from ...process.files import write_atomic
+from ...process.json_files import read_json
 from ...process.plotting import matplotlib_missing
 from ..loss.divergence import describe
 from ..run.metrics import EVAL_FAR_TOKENS, METRICS, loss_of, read_metrics

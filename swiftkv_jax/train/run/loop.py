@@ -14,7 +14,6 @@ import optax
 from jax.sharding import Mesh
 
 from ...checkpoints import save_hf
-from ...checkpoints.json_files import read_json
 from ...checkpoints.source import Source
 from ...checkpoints.training_run import EXPORT, RECIPE, SPECULATOR, run_steps
 from ...errors import UsageError
@@ -26,6 +25,7 @@ from ...model.params import Llama
 from ...model.stacks import cast
 from ...plan.cost import train_flops_per_token
 from ...process.distributed import is_main_process
+from ...process.json_files import read_json
 from ..analysis.given_analysis import warn_over_budget
 from ..data.loader import DatasetMixture, batches
 from ..recipe import Recipe

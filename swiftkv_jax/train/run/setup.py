@@ -17,7 +17,6 @@ from ...calibration import check_groups
 from ...checkpoints import load, open_any
 from ...checkpoints.auxiliary import load_tokenizer
 from ...checkpoints.digest import digest_all
-from ...checkpoints.json_files import read_json
 from ...checkpoints.training_run import RECIPE, config_differences
 from ...errors import CheckpointError, ConfigError, OutOfMemoryError, UsageError
 from ...model.config import Config
@@ -27,6 +26,7 @@ from ...model.params import llama_shapes, swiftkv_shapes
 from ...model.quantization import refuse_quantized
 from ...plan.hardware import GIB
 from ...process.files import write_json
+from ...process.json_files import read_json
 from ..data.loader import DatasetMixture
 from ..data.prepare import Preparation
 from ..data.sources import parse_source, unweighted

@@ -20,7 +20,6 @@ from ...calibration import (
     scale_delta_queries,
 )
 from ...checkpoints.digest import digest_all
-from ...checkpoints.json_files import read_json
 from ...checkpoints.source import Source
 from ...model.attention import Attention
 from ...model.batch import Batch
@@ -30,6 +29,7 @@ from ...model.model import Model
 from ...model.sharding import batch_sharding, swiftkv_shardings
 from ...process.distributed import is_main_process
 from ...process.files import write_json
+from ...process.json_files import read_json
 from ..data.loader import DatasetMixture, batches, rows_with_tokens
 from ..recipe import Recipe
 from ..run_options import RunOptions

@@ -1,4 +1,4 @@
-"""JSON objects of checkpoints and runs, with errors that name the file."""
+"""JSON objects of checkpoints and runs. Errors name the file, and say so of Git LFS pointers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from .foreign import check_no_pointer
+
+_POINTER = b"version https://git-lfs"
+"""How a Git LFS pointer begins: the text that stands for a large file which was not fetched."""
+
+
+def check_no_pointer(file: Path, content: bytes) -> None:
+    """Raise `CheckpointError` if a file, which begins with `content`, is a Git LFS pointer."""
+    if content.startswith(_POINTER):
+        raise CheckpointError(
+            f"{file}: a Git LFS pointer in the place of the file: `git lfs pull` in its folder "
+            f"fetches it"
+        )
 
 
 def read_json(file: Path, error_type: type[CheckpointError] = CheckpointError) -> dict[str, Any]:
