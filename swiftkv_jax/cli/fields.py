@@ -4,7 +4,8 @@
 
 The name, type, default and help of the field are those of the flag.
 `add_flags` adds the flags of a class to a parser. `given` reads the parsed arguments, without those
-that were left out: for them the defaults of the class, or of a command, count.
+that were left out: for them the defaults of the class, or of a command, count. `check_options`
+holds the fields of an object to their types and smallest values.
 """
 
 from __future__ import annotations
@@ -32,9 +33,8 @@ class Flag:
     """`%(default)s` stands for the field's default, `%(demo)s` for that of the demo."""
     metavar: str | None = None
     names: tuple[str, ...] = ()
-    """Option strings; by default the field's name, with hyphens. Those of a bool give it the value
-    that is not its default; if they name it and it is True by default, `--no-` is put before
-    them."""
+    """Option strings; by default the field's name, with hyphens. Those of a bool make it True, or
+    False if they begin with `--no-`. One that is True by default gets both forms."""
     choices: Collection[Any] | None = None
     """Values that the flag takes; by default those of the field's `Literal`, if it is one."""
     parse: Callable[[str], Any] | None = None
@@ -43,15 +43,25 @@ class Flag:
     """Turns the argument into the field's value; may raise `UsageError`."""
     group: str | None = None
     """Title of the group of this flag and the ones after it."""
-    at_least: int | None = None
-    """Smallest value that `check_minimums` accepts."""
     several: bool = False
     """True for a flag that takes several values at once, if it may be repeated."""
+    scope: str | None = None
+    """Name for flags that only the calls of `add_flags` with this name add."""
 
 
-def option[T](default: T, help: str, *, metadata: Mapping[str, Any] | None = None, **how: Any) -> T:
-    """The field of an option: its default, `MISSING` for none, and the fields of its `Flag`."""
-    notes = {"flag": Flag(help, **how), **(metadata or {})}
+def option[T](
+    default: T,
+    help: str | None = None,
+    *,
+    at_least: int | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    **how: Any,
+) -> T:
+    """The field of an option: its default, `MISSING` for none, its smallest value, and the fields
+    of its `Flag`. Without `help` it has none."""
+    notes = {"at_least": at_least, **(metadata or {})}
+    if help is not None:
+        notes["flag"] = Flag(help, **how)
     if isinstance(default, dict):
         return dataclasses.field(default_factory=dict, hash=False, metadata=notes)  # type: ignore
     return dataclasses.field(default=default, metadata=notes)
@@ -67,6 +77,7 @@ class Option:
     default: Any
     """`dataclasses.MISSING` if there is none, or one that is made anew for each object."""
     is_required: bool
+    at_least: int | None
     flag: Flag
 
     @property
@@ -92,8 +103,10 @@ def options_of(cls: type) -> dict[str, Option]:
         if "flag" in field.metadata:
             missing = field.default is field.default_factory  # both are MISSING
             kind = _without_none(hints[field.name])
-            flag = field.metadata["flag"]
-            found[field.name] = Option(field.name, kind, field.default, missing, flag)
+            notes = field.metadata
+            found[field.name] = Option(
+                field.name, kind, field.default, missing, notes.get("at_least"), notes["flag"]
+            )
     return found
 
 
@@ -104,8 +117,10 @@ def add_flags(
     leave_out: Collection[str] = (),
     shown: Mapping[str, Any] | None = None,
     demo: Any = None,
+    scope: str | None = None,
 ) -> None:
-    """Add the flags of `cls` to a parser, or to one of its groups, but for the fields `leave_out`.
+    """Add the flags of `cls` to a parser, or to one of its groups, but for the fields `leave_out`
+    and those of another `scope`.
 
     `shown` are defaults to print in the place of the fields'. `demo` is an object of `cls` that is
     used where no model is named, so that no flag is required.
@@ -113,6 +128,8 @@ def add_flags(
     here = parser
     for name, option in options_of(cls).items():
         flag = option.flag
+        if flag.scope != scope:
+            continue
         if flag.group is not None:
             here = group(parser, flag.group)
         if name in leave_out:
@@ -127,7 +144,8 @@ def add_flags(
 
 
 def given(cls: type, args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of `cls` for which there was a flag. Raises `UsageError`."""
+    """The fields of `cls` for which there was a flag. Raises `UsageError`, also for a value below
+    the smallest."""
     found = {}
     for name, option in options_of(cls).items():
         value = getattr(args, name, None)
@@ -137,18 +155,45 @@ def given(cls: type, args: argparse.Namespace) -> dict[str, Any]:
             values, value = value, option.collects(value)
             if option.flag.several and len(value) < len(values):
                 raise UsageError(f"`{name}`: a name is given twice", option=name)
+        _check_limit(name, value, option.at_least)
         found[name] = value if option.flag.convert is None else option.flag.convert(value)
     return found
 
 
-def check_minimums(options: Any) -> None:
-    """Raise `UsageError` for a field below the `at_least` of its flag. None is accepted."""
-    for name, option in options_of(type(options)).items():
-        value = getattr(options, name)
-        least = option.flag.at_least
-        if least is not None and value is not None and value < least:
-            message = f"`{name}`={value}: must be at least {least}"
-            raise UsageError(message, option=name, value=value, limit=least)
+_KINDS = {bool: (bool, "a bool"), int: (int, "a whole number"), float: (int | float, "a number")}
+
+
+def check_options(options: Any, *, above: int | None = None) -> None:
+    """Raise `UsageError` for a field of `options` that should be a bool or a number and is not, is
+    below its `at_least`, or without one not above `above`. NumPy's values become Python's."""
+    hints = typing.get_type_hints(type(options))
+    for field in dataclasses.fields(options):
+        name, least = field.name, field.metadata.get("at_least")
+        value: Any = getattr(options, name)
+        kind = _without_none(hints[name])
+        if kind not in _KINDS:
+            continue
+        if getattr(value, "shape", None) == ():
+            value = value.item()
+            object.__setattr__(options, name, value)  # the class may be frozen
+        if value is None and kind is not hints[name]:
+            continue
+        types, words = _KINDS[kind]
+        if not isinstance(value, types) or isinstance(value, bool) is not (kind is bool):
+            words += "" if least is None else f" from {least} up"
+            raise UsageError(f"`{name}`={value!r} must be {words}", option=name, value=value)
+        _check_limit(name, value, least, None if kind is bool else above)
+
+
+def _check_limit(name: str, value: Any, least: int | None, above: int | None = None) -> None:
+    """Raise `UsageError` unless `value` is `least` or more, or without it `above` this. NaN is
+    neither."""
+    if least is not None and not value >= least:
+        message = f"`{name}`={value}: must be at least {least}"
+        raise UsageError(message, option=name, value=value, limit=least)
+    if least is None and above is not None and not value > above:
+        message = f"`{name}`={value} must be above {above}"
+        raise UsageError(message, option=name, value=value, limit=above)
 
 
 def _how(option: Option) -> dict[str, Any]:
@@ -156,9 +201,10 @@ def _how(option: Option) -> dict[str, Any]:
     flag = option.flag
     kind = option.type
     if kind is bool:
-        if option.default and not option.names[0].startswith("--no-"):
+        negative = option.names[0].startswith("--no-")
+        if option.default and not negative:
             return {"action": argparse.BooleanOptionalAction}
-        return {"action": "store_const", "const": not option.default}
+        return {"action": "store_const", "const": not negative}
     choices = flag.choices
     if choices is None and typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)

@@ -15,7 +15,6 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..cli import parse_size
 from ..cli.fields import add_flags, group, option
 from ..cli.model_options import ModelOptions
 from ..infer.commands.chat_template import chat_template
@@ -63,47 +62,13 @@ class ServeCommand:
     insecure: bool = option(False, "listen beyond this machine without keys")
 
 
-@dataclasses.dataclass(frozen=True)
-class EngineFeatures:
-    """Fields of `EngineOptions` that only the server has flags for."""
-
-    structured_outputs: bool = option(
-        True,
-        "no grammars, JSON schemas and forced tool calls, and fewer programs to compile",
-        names=("--no-structured-outputs",),
-        group="optional features",
-    )
-    enable_lora: bool = option(
-        False, "keep places for LoRA adapters that change no key or value of a prompt"
-    )
-    max_loras: int = option(4, "adapters at once (default: %(default)s)", metavar="N")
-    max_lora_rank: int = option(16, "largest rank of one (default: %(default)s)", metavar="N")
-    scoring: bool = option(
-        False,
-        "log-probabilities of prompts: /v1/score, prompt_logprobs, and echo with logprobs",
-        names=("--enable-scoring",),
-    )
-    prefix_cache_host: int | None = option(
-        None,
-        "host memory for pages that leave the prefix cache, such as 8g (default: none)",
-        metavar="SIZE",
-        parse=parse_size,
-    )
-    prefix_cache_dir: Path | None = option(
-        None, "folder for files of these pages, which a later server finds", metavar="DIR"
-    )
-    prefix_cache_disk: int | None = option(
-        None, "size of those files together, such as 20g", metavar="SIZE", parse=parse_size
-    )
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = f"{parser.prog} [DIR] [options]"
     parser.add_argument("directory", nargs="?", metavar="DIR", help="model, the same as --model")
     add_flags(group(parser, "model"), ModelOptions)
     add_flags(parser, ServeCommand)
     add_flags(parser, ServerOptions)
-    add_flags(parser, EngineFeatures)
+    add_flags(group(parser, "optional features"), EngineOptions, scope="server")
     add_flags(
         group(parser, "sampling of requests that do not choose"),
         SamplingParams,

@@ -33,7 +33,7 @@ from ..infer.runner.build import check_speculator
 from ..infer.structured.structured_outputs import GrammarCompiler
 from ..model.model import Model
 from ..process.distributed import announces_several
-from .arguments import EngineFeatures, ServeCommand
+from .arguments import ServeCommand
 from .lora_modules import check_lora_modules
 from .options import DEFAULT_TEMPERATURE, ServerOptions, is_loopback
 
@@ -59,8 +59,7 @@ def main(args: argparse.Namespace) -> int:
     model_options = ModelOptions.from_args(args)
     options = server_options(args)
     defaults: dict[str, Any] = {"structured_outputs": True, "single_step_rows": None}
-    engine_fields = given(EngineOptions, args) | given(EngineFeatures, args)
-    engine_options = EngineOptions(**defaults | engine_fields)
+    engine_options = EngineOptions(**defaults | given(EngineOptions, args))
     if options.kv_events_config is not None and not engine_options.enable_prefix_caching:
         raise UsageError("`kv_events_config` has no events without `enable_prefix_caching`")
     sampling = given(SamplingParams, args)

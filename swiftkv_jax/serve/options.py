@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..cli import token_count
-from ..cli.fields import option
+from ..cli.fields import check_options, option
 from ..errors import UsageError, reason_of
 
 MAX_PROMPTS = 128
@@ -261,8 +261,10 @@ class ServerOptions:
     keep_alive_timeout: float = _timeout(75.0, "a connection may be idle")
     stall_timeout: float = _timeout(60.0, "without an engine step after which /ready fails")
     """Seconds without an engine step while there is work; after twice that the process ends."""
-    shutdown_timeout: float = _timeout(30.0, "requests may take after SIGTERM")
-    shutdown_delay: float = _timeout(0.0, "after SIGTERM in which requests are still accepted")
+    shutdown_timeout: float = _timeout(30.0, "requests may take after SIGTERM", at_least=0)
+    shutdown_delay: float = _timeout(
+        0.0, "after SIGTERM in which requests are still accepted", at_least=0
+    )
     """For load balancers that lag."""
     sse_keep_alive: float = _timeout(10.0, "of silence after which a stream gets a comment")
     """For proxies that cut silent ones."""
@@ -304,15 +306,7 @@ class ServerOptions:
     )
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                continue
-            elif field.name == "shutdown_delay" or field.name == "shutdown_timeout":
-                if not value >= 0:
-                    raise UsageError(f"`{field.name}`={value} must not be negative")
-            elif not value > 0:  # not a number either
-                raise UsageError(f"`{field.name}`={value} must be above 0")
+        check_options(self, above=0)
         if refused := [name for name in self.chat_template_kwargs if name in _OF_THE_SERVER]:
             raise UsageError(f"`chat_template_kwargs`: requests cannot set {refused[0]!r}")
         if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path, re.ASCII):

@@ -16,7 +16,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from ..cli.fields import check_minimums, option
+from ..cli.fields import option
 from ..cli.model_options import revision
 from ..model.config import GeneratedKV
 from ..model.mesh_shape import MeshShape, parse_mesh
@@ -103,5 +103,4 @@ class AnalyzeOptions:
     )
 
     def __post_init__(self):
-        check_minimums(self)
         check_calibration_tokens(self.calibration_tokens, self.init)

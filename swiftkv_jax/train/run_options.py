@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
-from ..cli.fields import MISSING, check_minimums, option
+from ..cli.fields import MISSING, check_options, option
 from ..cli.model_options import revision
 from ..errors import UsageError
 from ..model.config import GeneratedKV
@@ -156,7 +156,7 @@ class RunOptions:
     """None: chosen for the device when the model is read."""
 
     def __post_init__(self):
-        check_minimums(self)
+        check_options(self)
         if not 0 <= self.seed < 2**32:
             raise UsageError(f"`seed`={self.seed}: must be from 0 to {2**32 - 1}", option="seed")
         check_share("max_unreadable_share", self.max_unreadable_share)

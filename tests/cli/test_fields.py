@@ -8,29 +8,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 
 from swiftkv_jax.cli import ArgumentParser
-from swiftkv_jax.cli.fields import MISSING, add_flags, check_minimums, given, option, options_of
+from swiftkv_jax.cli.fields import MISSING, add_flags, check_options, given, option, options_of
 from swiftkv_jax.cli.model_options import ModelOptions
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.infer.commands.output_options import output
 from swiftkv_jax.infer.engine.options import EngineOptions
-from swiftkv_jax.serve.arguments import EngineFeatures
 from swiftkv_jax.serve.options import ServerOptions
 from swiftkv_jax.train.calibrate_options import CalibrationOptions
 from swiftkv_jax.train.recipe import Recipe
 from swiftkv_jax.train.run_options import PlanOptions
 
 ROOT = Path(__file__).parents[2]
-
-
-def test_flags_of_the_server_alone_have_types_and_defaults_of_the_engines_options():
-    fields = {field.name: field for field in dataclasses.fields(EngineOptions)}
-    for field in dataclasses.fields(EngineFeatures):
-        assert field.type == fields[field.name].type
-        if field.name != "structured_outputs":  # off in an engine, on in the server
-            assert field.default == fields[field.name].default, field.name
 
 
 def parse_pair(text: str) -> tuple[str, str]:
@@ -122,11 +114,40 @@ def test_what_has_no_default_is_required_but_for_a_demo(capsys):
     assert given(needs, parser.parse_args([])) == {} and "or tiny" in parser.format_help()
 
 
-def test_a_number_below_the_smallest_is_refused():
-    check_minimums(Options(steps=1))
+def test_values_are_held_to_types_and_smallest_values():
+    check_options(Options(steps=1))
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"steps": 0}, "`steps`=0: must be at least 1"),
+        ({"steps": True}, "`steps`=True must be a whole number from 1 up"),
+        ({"steps": None}, "`steps`=None must be a whole number from 1 up"),
+        ({"steps": np.float32(2)}, "`steps`=2.0 must be a whole number from 1 up"),
+        ({"share": "1"}, "`share`='1' must be a number"),
+        ({"loud": 1}, "`loud`=1 must be a bool"),
+        ({"size": -1}, "`size`=-1 must be above 0"),
+    ]
+    for fields, message in cases:
+        with pytest.raises(UsageError) as error:
+            check_options(Options(**fields), above=0)
+        assert str(error.value) == message and error.value.option == next(iter(fields))
     with pytest.raises(UsageError, match="^`steps`=0: must be at least 1$") as error:
-        check_minimums(Options(steps=0))
+        parsed("--steps", "0")
     assert (error.value.option, error.value.value, error.value.limit) == ("steps", 0, 1)
+
+
+def test_numbers_of_numpy_become_pythons():
+    fields: dict[str, Any] = {"steps": np.int64(3), "share": np.float32(0.5), "loud": np.True_}
+    given = Options(**fields)
+    check_options(given)
+    assert given == Options(steps=3, share=0.5, loud=True)
+    assert [type(value) for value in (given.steps, given.share, given.loud)] == [int, float, bool]
+
+
+def test_a_flag_of_another_scope_is_not_added(capsys):
+    parser = ArgumentParser()
+    add_flags(parser, EngineOptions)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--enable-lora"])
+    assert "unknown flag --enable-lora" in capsys.readouterr().err
 
 
 # The whole tree ----------------------------------------------------------------

@@ -91,7 +91,7 @@ MISTAKES = [
     ("--port 99999", "--port 99999 must be from 0 to 65535"),
     ("--queue-timeout 0", "--queue-timeout 0.0 must be above 0"),
     ("--keep-alive-timeout nan", "--keep-alive-timeout nan must be above 0"),
-    ("--shutdown-delay nan", "--shutdown-delay nan must not be negative"),
+    ("--shutdown-delay nan", "--shutdown-delay nan: must be at least 0"),
     ("--api-key-file nothing-here", "nothing-here"),
     ("--temperature -1", "--temperature -1.0"),
     ("one --model two", "one and --model two: give one of them"),

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...cli import token_count
-from ...cli.fields import add_flags, check_minimums, given, group, option
+from ...cli.fields import add_flags, given, group, option
 from ...cli.model_options import ModelOptions
 from ...errors import UsageError
 from ...plan.presets import PRESETS
@@ -188,11 +188,8 @@ class BenchOptions:
     def from_args(cls, args: argparse.Namespace) -> BenchOptions:
         """Read the arguments of `add_arguments`. Raises `UsageError`."""
         model = dataclasses.replace(ModelOptions.from_args(args), swiftkv="auto")
-        options = cls(
-            mode=args.mode, model=model, engine=given(EngineOptions, args), **given(cls, args)
-        )
-        check_minimums(options)
-        return options
+        engine = given(EngineOptions, args)
+        return cls(mode=args.mode, model=model, engine=engine, **given(cls, args))
 
     @property
     def cut(self) -> dict[str, int]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...cli import ERROR, OK
-from ...cli.fields import check_minimums, given
+from ...cli.fields import given
 from ...errors import DataError, UsageError
 from ...process.files import check_absent, write_json
 from ...process.jsonl import parse_object, read_lines
@@ -32,7 +32,6 @@ MAX_CPU_SHARE = 0.6
 
 def main(args: argparse.Namespace) -> int:
     options = ServeBenchOptions(**given(ServeBenchOptions, args))
-    check_minimums(options)
     check_absent("`output`", options.output)
     for name in ("request_rate", "burstiness"):
         if not getattr(options, name) > 0:
@@ -101,7 +100,7 @@ async def measure(options: ServeBenchOptions, prompts: Sequence[Any]) -> dict[st
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    if not options.no_ignore_eos:
+    if options.ignore_eos:
         body["ignore_eos"] = True
     body |= options.extra_body
     rng = random.Random(options.seed + 1)

@@ -85,7 +85,7 @@ class ServeBenchOptions:
         {}, "share within ttft:MS, tpot:MS, e2e:MS", metavar="NAME:MS,...", convert=parse_goodput
     )
     extra_body: dict = option({}, "more fields of a body", metavar="JSON", convert=parse_fields)
-    no_ignore_eos: bool = option(False, "let answers end by themselves", names=("--no-ignore-eos",))
+    ignore_eos: bool = option(True, "let answers end by themselves", names=("--no-ignore-eos",))
     seed: int = option(0, f"of prompts and arrivals {_DEFAULT}")
     output: Path | None = option(
         None, "all figures and times", metavar="JSON", names=("--output", "-o")

@@ -6,9 +6,10 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ...cli import parse_size, token_count
-from ...cli.fields import option
+from ...cli.fields import check_options, option
 from ...errors import UsageError
 from ...model.config import GENERATED_KV, NO_OWN, GeneratedKV, KVCacheDtype
 from ...model.speculator_config import refused_drafter
@@ -97,6 +98,11 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
     return SpeculativeConfig(**fields)
 
 
+def _server[T](default: T, help: str, **how: Any) -> T:
+    """The field of an option for which only the server has a flag."""
+    return option(default, help, scope="server", **how)
+
+
 def parse_compiler_option(text: str) -> tuple[str, str | bool]:
     """`"NAME=VALUE"` -> (name, value): `true` and `false` are bools, the rest is left to XLA.
     Raises `UsageError`."""
@@ -120,10 +126,14 @@ class EngineOptions:
         metavar="N",
         names=("--max-model-len", "-c"),
         parse=token_count,
+        at_least=2,
     )
     """None is the model's `max_position_embeddings`."""
     max_num_seqs: int = option(
-        64, "sequences that decode together (default: %(default)s)", metavar="N"
+        64,
+        "sequences that decode together (default: %(default)s)",
+        metavar="N",
+        at_least=1,
     )
     """Number of sequences on all devices together."""
     max_num_batched_tokens: int | None = option(
@@ -131,10 +141,11 @@ class EngineOptions:
         "tokens of a chunk of prefill (default: 2k; on a CPU 512)",
         metavar="N",
         parse=token_count,
+        at_least=1,
     )
     """Number of tokens on each data-parallel shard. A larger chunk delays decoding; with fewer than
     some hundreds of tokens a device's arithmetic is not fully used."""
-    max_prefill_chunks: int | None = None
+    max_prefill_chunks: int | None = option(None, at_least=1)
     """Most chunks of prefill before a decode call; None is the tokens that a sequence emits in the
     call. More fill more rows before each call, and delay the tokens of running sequences."""
     decode_steps: int = option(
@@ -142,6 +153,7 @@ class EngineOptions:
         "tokens a sequence decodes in one call (default: %(default)s; 1 where text is printed "
         "as it comes)",
         metavar="N",
+        at_least=1,
     )
     """Fewer return tokens sooner; more leave the host less work."""
     single_step_rows: int | None = option(
@@ -149,6 +161,7 @@ class EngineOptions:
         "number of sequences up to which a call decodes one token each (default: %(default)s; "
         "in the server 32, on a CPU 0 for weights below 256 MiB)",
         metavar="N",
+        at_least=0,
     )
     """The host keeps up with few sequences, and their tokens are returned one by one, whatever
     `decode_steps` is. Such calls have separate programs. None is the server's default."""
@@ -163,6 +176,7 @@ class EngineOptions:
         "size of the KV cache on each device, such as 24g (default: what is left)",
         metavar="SIZE",
         parse=parse_size,
+        at_least=1,
     )
     """Bytes. None: the rest of `memory_utilization`; on a CPU, enough for `max_num_seqs` sequences
     of `max_model_len`, at most a quarter of the machine's memory."""
@@ -179,6 +193,7 @@ class EngineOptions:
         "positions in a page of the KV cache (default: %(default)s)",
         metavar="N",
         names=("--page-size", "--block-size"),
+        at_least=1,
     )
     """Prefixes are shared in whole pages. The device kernels take multiples of 128."""
     reserve_tokens: int = option(
@@ -186,6 +201,7 @@ class EngineOptions:
         "new tokens for which a sequence gets pages at a time (default: %(default)s)",
         metavar="N",
         parse=token_count,
+        at_least=1,
     )
     """Number of new tokens that get pages at a time. When no page is left for the next ones, the
     request that came last is preempted: it returns to the queue, and later runs its prompt and its
@@ -227,25 +243,54 @@ class EngineOptions:
         parse=parse_speculative_config,
     )
     """None decodes one token of a sequence in a step."""
-    prefix_cache_host: int | None = None
+    prefix_cache_host: int | None = _server(
+        None,
+        "host memory for pages that leave the prefix cache, such as 8g (default: none)",
+        metavar="SIZE",
+        parse=parse_size,
+        at_least=1,
+    )
     """Bytes of host memory for pages that the prefix cache has no room for on the device. They are
     loaded again where a prompt begins with their tokens. None: they are lost."""
-    prefix_cache_dir: Path | None = None
+    prefix_cache_dir: Path | None = _server(
+        None,
+        "folder for files of these pages, which a later server finds",
+        metavar="DIR",
+    )
     """Folder, of this engine alone, for files of these pages, which later engines find. None: there
     are no files."""
-    prefix_cache_disk: int | None = None
+    prefix_cache_disk: int | None = _server(
+        None,
+        "size of those files together, such as 20g",
+        metavar="SIZE",
+        parse=parse_size,
+        at_least=1,
+    )
     """Bytes that these files may take."""
-    enable_lora: bool = False
+    enable_lora: bool = _server(
+        False,
+        "keep places for LoRA adapters that change no key or value of a prompt",
+    )
     """Keep places for LoRA adapters of the upper layers (`Engine.adapters`), of which each request
     names one or none, with `max_loras` places of `max_lora_rank`."""
-    max_loras: int = 4
-    max_lora_rank: int = 16
-    scoring: bool = False
+    max_loras: int = _server(4, "adapters at once (default: %(default)s)", metavar="N", at_least=1)
+    max_lora_rank: int = _server(
+        16, "largest rank of one (default: %(default)s)", metavar="N", at_least=1
+    )
+    scoring: bool = _server(
+        False,
+        "log-probabilities of prompts: /v1/score, prompt_logprobs, and echo with logprobs",
+        names=("--enable-scoring",),
+    )
     """Compile the programs that a `ScoreRequest` needs."""
     sampling: bool = True
     """Compile the programs that requests need unless they are plain greedy
     (`SamplingParams.is_plain_greedy`)."""
-    structured_outputs: bool = False
+    structured_outputs: bool = _server(
+        False,
+        "no grammars, JSON schemas and forced tool calls, and fewer programs to compile",
+        names=("--no-structured-outputs",),
+    )
     """Compile the programs that a request with a `grammar` needs."""
     decode_rows: tuple[int, ...] | None = None
     """Sizes of a decode call, ascending, of which the last is the slots of a data-parallel shard;
@@ -267,10 +312,7 @@ class EngineOptions:
     between versions."""
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type == "bool" and type(value) is not bool:
-                raise UsageError(f"`{field.name}`={value!r} must be a bool", option=field.name)
+        check_options(self)
         for name, value in self.compiler_options.items():
             if not isinstance(name, str) or not isinstance(value, str | int | float | bool):
                 raise UsageError(
@@ -278,37 +320,11 @@ class EngineOptions:
                     f"number or a bool",
                     option="compiler_options",
                 )
-        for name in (
-            "max_model_len",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_prefill_chunks",
-            "decode_steps",
-            "kv_cache_memory",
-            "prefix_cache_host",
-            "prefix_cache_disk",
-            "page_size",
-            "reserve_tokens",
-            "max_loras",
-            "max_lora_rank",
-        ):
-            value = getattr(self, name)
-            least = 2 if name == "max_model_len" else 1
-            if value is not None and (type(value) is not int or value < least):
-                raise UsageError(
-                    f"`{name}`={value!r} must be a whole number from {least} up", option=name
-                )
         if self.decode_steps > MAX_DECODE_STEPS:
             raise UsageError(
                 f"`decode_steps`={self.decode_steps} must be at most {MAX_DECODE_STEPS}: a call "
                 f"runs all of them, also for sequences that have ended",
                 option="decode_steps",
-            )
-        rows = self.single_step_rows
-        if rows is not None and (type(rows) is not int or rows < 0):
-            raise UsageError(
-                f"`single_step_rows`={rows!r} must be a whole number from 0 up",
-                option="single_step_rows",
             )
         for name, needed in (
             ("prefix_cache_host", "enable_prefix_caching"),
@@ -319,10 +335,10 @@ class EngineOptions:
             if getattr(self, name) and not getattr(self, needed):
                 raise UsageError(f"`{name}` needs `{needed}`", option=name)
         _check_generated_kv(self.generated_kv, self.exact_tail)
-        share = self.memory_utilization
-        if not isinstance(share, int | float) or not 0 < share <= 1:
+        if not 0 < self.memory_utilization <= 1:
             raise UsageError(
-                f"`memory_utilization`={share!r} must be a number above 0 and at most 1",
+                f"`memory_utilization`={self.memory_utilization} must be a number above 0 and at "
+                f"most 1",
                 option="memory_utilization",
             )
 

@@ -140,7 +140,7 @@ def test_memory_that_is_not_free_is_reported(error, monkeypatch):
 
 def test_options_are_checked():
     for fields, message in (
-        ({"max_model_len": 1}, "`max_model_len`=1 must"),
+        ({"max_model_len": 1}, "`max_model_len`=1: must be at least 2"),
         ({"max_model_len": 129}, "`max_model_len`=129 must be from 2 to the model's 128"),
         ({"max_num_seqs": 0}, "`max_num_seqs`=0"),
         ({"kv_cache_dtype": "fp4"}, "'fp4' is not one of"),
