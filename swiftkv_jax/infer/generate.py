@@ -44,19 +44,6 @@ def generate(
     prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
     *,
     max_tokens: int,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
-    presence_penalty: float = 0.0,
-    frequency_penalty: float = 0.0,
-    logit_bias: Mapping[int, float] | None = None,
-    seed: int = 0,
-    stop: str | Sequence[str] = (),
-    stop_token_ids: Sequence[int] = (),
-    min_tokens: int = 0,
-    ignore_eos: bool = False,
     swiftkv: bool | None = None,
     max_model_len: int | None = None,
     max_num_seqs: int = 64,
@@ -73,40 +60,26 @@ def generate(
 
     Texts need `model.tokenizer`; they get its special tokens, unless they begin with the first of
     them, and the answer ends before a stop string. An answer in token ids ends before the end
-    token, or with the token that completes a stop string. The defaults are greedy. Sampling
-    parameters are those of `SamplingParams`; `sampling` takes the others, and neutral values of
-    what vLLM and Transformers have besides. The number of a prompt is its random stream, so equal
-    prompts draw differently. `swiftkv` False runs the unmodified teacher, True the student, None
-    the student if there is a delta; `mesh` and `attention` are as in `Engine.from_model`, and so is
-    `on_compile`, a callback with the numbers of compiled programs and of all; the rest as in
-    `EngineOptions`.
+    token, or with the token that completes a stop string. `sampling` are fields of
+    `SamplingParams` but `n` and `logprobs`, greedy by default, and neutral values of what vLLM and
+    Transformers have besides. The number of a prompt is its random stream, so equal prompts draw
+    differently. `swiftkv` False runs the unmodified teacher, True the student, None the student if
+    there is a delta; `mesh` and `attention` are as in `Engine.from_model`, and so is `on_compile`,
+    a callback with the numbers of compiled programs and of all; the rest as in `EngineOptions`.
 
     Raises `UsageError` (a `ValueError`) that names the prompt or the parameter, `DataError` (a
     `ValueError`) if the logits are not finite, and the errors of `Engine.from_model`. Each call
     copies the layers into serving form and compiles the programs: for many calls keep an `Engine`.
     """
     check_model(model)
-    fields = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "logit_bias": logit_bias,
-        "seed": seed,
-        "stop": stop,
-        "stop_token_ids": stop_token_ids,
-        "min_tokens": min_tokens,
-        "ignore_eos": ignore_eos,
-    }
-    params = SamplingParams.from_json(fields | sampling, SamplingParams(max_tokens=max_tokens))
-    if params.n != 1:
-        raise UsageError(
-            f"`n`={params.n}: this function returns one answer a prompt; keep an Engine for more"
-        )
+    defaults = SamplingParams(max_tokens=max_tokens)
+    params = SamplingParams.from_json({"max_tokens": max_tokens, **sampling}, defaults)
+    for name, only in (("n", 1), ("logprobs", None)):
+        if (value := getattr(params, name)) != only:
+            raise UsageError(
+                f"`{name}`={value}: this function returns one answer a prompt, in text or tokens "
+                f"alone; keep an Engine for more"
+            )
     if not isinstance(prompts, str | Sequence):
         prompts = _as_lists(prompts)
     if not isinstance(prompts, str):

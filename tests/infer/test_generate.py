@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 import swiftkv_jax as skv
 from swiftkv_jax import UsageError
+from swiftkv_jax.infer import Engine, EngineOptions, Request, SamplingParams
 from swiftkv_jax.infer.generate import generate
 from swiftkv_jax.infer.text import encode_chat
 from tests import tiny
@@ -95,8 +96,14 @@ def test_draws_do_not_depend_on_how_they_are_computed(options: dict[str, Any]):
 
 
 def test_tokens_do_not_depend_on_jax_enable_x64():
+    params = SamplingParams(**SAMPLED, logprobs=1)
+    found: list[list[int]] = [[] for _ in PROMPTS]
     with jax.enable_x64(True):
-        assert generate(model(), PROMPTS, **SAMPLED, logprobs=1, min_p=0.0) == sampled()
+        engine = Engine.from_model(model(), EngineOptions(max_model_len=32, max_num_seqs=5))
+        requests = [Request(prompt, params, rng_stream=at) for at, prompt in enumerate(PROMPTS)]
+        for number, output in engine.run(requests):
+            found[number] += output.token_ids
+    assert found == sampled()
 
 
 def test_the_seed_matters():
@@ -168,6 +175,7 @@ def test_no_prompts_give_no_answers():
         ([[1]], {"max_num_seqs": 0}, "`max_num_seqs`=0"),
         ([[1]], {"temperature": -1.0}, "`temperature`=-1.0"),
         ([[1]], {"n": 2}, "`n`=2: this function returns one answer a prompt"),
+        ([[1]], {"logprobs": 0}, "`logprobs`=0: this function .*; keep an Engine for more"),
         ([[1]], {"best_of": 2}, "best_of"),
         ([[1]], {"attention": "hopper"}, "^`attention`='hopper' .*'xla' runs"),
     ],
