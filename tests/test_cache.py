@@ -14,8 +14,8 @@ from swiftkv_jax.model.cache import (
     Pool,
     bytes_per_token,
     cache_dtype,
+    cache_shapes,
     gather_pages,
-    init_cache,
     write_pages,
     write_token,
 )
@@ -40,11 +40,10 @@ LLAMAS = [name for name in PRESETS if name.startswith("llama")]
 def test_bytes_are_the_formula(format, lower, group, pools):
     config, dtype = config_from_hf(tiny.hf_config()).cut(lower, group), FORMATS[format]
     for swiftkv in (True, False):
-        cache = init_cache(served_config(config, swiftkv), pages=3, page_size=16, dtype=dtype)
+        cache = cache_shapes(served_config(config, swiftkv), pages=3, page_size=16, dtype=dtype)
         assert len(cache.k) == len(cache.v) == (pools if swiftkv else 6)
-        assert sum(leaf.nbytes for leaf in jax.tree.leaves(cache)) == 3 * 16 * bytes_per_token(
-            config, dtype, swiftkv=swiftkv
-        )
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+        assert size == 3 * 16 * bytes_per_token(config, dtype, swiftkv=swiftkv)
 
 
 @pytest.mark.parametrize("name", LLAMAS)

@@ -32,7 +32,7 @@ from swiftkv_jax.plan.cost import (
     train_flops_per_token,
 )
 from swiftkv_jax.plan.presets import LLAMA_8B
-from swiftkv_jax.train.loss.distill import mean_loss
+from swiftkv_jax.train.loss.distill import distill_sums
 from tests.lowered import lower_program
 
 # Two layers are two loops of one step each; short rows keep attention, of which XLA computes both
@@ -308,7 +308,12 @@ def train_count(config, remat) -> float:
         batch = unpacked_batch(tokens)
         if config.generated_kv == "own":
             batch = dataclasses.replace(batch, own=batch.positions >= LENGTH // 2)
-        return jax.grad(lambda delta: mean_loss(config, delta, llama, batch, remat=remat)[0])(delta)
+
+        def loss(delta):
+            sums = distill_sums(config, delta, llama, batch, remat=remat)
+            return sums.divergence + sums.hidden
+
+        return jax.grad(loss)(delta)
 
     tokens = jax.ShapeDtypeStruct((1, LENGTH), jnp.int32)
     return (

@@ -88,18 +88,6 @@ def map_cache(
     return KVCache(k, v, None if cache.tap is None else of_states(cache.tap))
 
 
-def init_cache(
-    config: Config, pages: int, page_size: int, dtype, sharding=None, rows=None
-) -> KVCache:
-    """A cache of zeros. Arrays of keys and values are made where `sharding` puts them, that of
-    `tap` where `rows` does."""
-
-    def zeros(device):
-        return lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=device)
-
-    return map_cache(cache_shapes(config, pages, page_size, dtype), zeros(sharding), zeros(rows))
-
-
 def cache_sharding(config: Config, mesh: Mesh) -> NamedSharding:
     """Pages over `data` and `fsdp`, heads over `model` where it divides them.
 

@@ -105,7 +105,8 @@ def test_recomputation_changes_nothing(remat):
 
     def gradient(remat):
         def loss(delta):
-            return distill.mean_loss(model.config, delta, model.llama, batch, remat=remat)[0]
+            sums = distill.distill_sums(model.config, delta, model.llama, batch, remat=remat)
+            return sums.divergence / sums.targets + sums.hidden / sums.tokens
 
         return jax.jit(jax.grad(loss))(model.swiftkv)
 
@@ -123,21 +124,12 @@ def test_an_average_over_positions_is_the_public_loss():
     mask = (jnp.arange(13) >= 8).astype(jnp.float32) * jnp.ones((2, 1))
     batch = unpacked_batch(tokens, mask)
     loss, parts = distill_loss(model, tokens, mask)
-    delta = model.swiftkv
-    assert delta is not None
-
-    def trained(average):
-        objective = distill.Objective(average=average)
-        mean_loss = jax.jit(distill.mean_loss, static_argnums=0, static_argnames="objective")
-        return mean_loss(model.config, delta, model.llama, batch, objective=objective)
-
-    by_positions, positions = trained("positions")
-    _, targets = trained("targets")
-    np.testing.assert_allclose(by_positions, loss, rtol=1e-6)
+    sums = sums_of(model, batch)
+    positions, targets = sums.means("positions"), sums.means("targets")
+    np.testing.assert_allclose(positions["logits_loss"] + positions["hidden_loss"], loss, rtol=1e-6)
     np.testing.assert_allclose(positions["logits_loss"], parts["logits_loss"], rtol=1e-6)
     np.testing.assert_allclose(targets["logits_loss"], parts["logits_loss"] * 13 / 5, rtol=1e-6)
     np.testing.assert_allclose(targets["hidden_loss"], parts["hidden_loss"], rtol=1e-6)
-    np.testing.assert_array_equal(targets["agreement"], positions["agreement"])
     np.testing.assert_array_equal(targets["kl"], positions["kl"])
 
 
@@ -255,7 +247,8 @@ def test_tokens_of_their_own_give_the_shared_projections_no_gradient():
     def gradient(own):
         def loss(delta):
             fields = dataclasses.replace(batch, own=own)
-            return distill.mean_loss(model.config, delta, model.llama, fields)[0]
+            sums = distill.distill_sums(model.config, delta, model.llama, fields)
+            return sums.divergence + sums.hidden
 
         return jax.jit(jax.grad(loss))(model.swiftkv)
 

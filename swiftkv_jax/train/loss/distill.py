@@ -155,26 +155,6 @@ def distill_sums(
     return Sums(divergence, hidden, targets, tokens, agreement, teacher_nll, student_nll, kl)
 
 
-def mean_loss(
-    config: Config,
-    delta: SwiftKV,
-    llama: Llama,
-    batch: Batch,
-    *,
-    objective: Objective = AUTHORS,
-    remat: Remat = "none",
-    attention: Attention = DEFAULT,
-) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """(logits_loss + hidden_weight * hidden_loss, metrics): logits_loss is averaged as
-    `objective.average` says, hidden_loss over the tokens of `batch` without its padding."""
-    sums = distill_sums(
-        config, delta, llama, batch, objective=objective, remat=remat, attention=attention
-    )
-    metrics = sums.means(objective.average)
-    loss = metrics["logits_loss"] + objective.hidden_weight * metrics["hidden_loss"]
-    return loss, {"loss": loss, **metrics}
-
-
 # Divergence through the output matrix, without the logits ---------------------
 
 

@@ -29,7 +29,7 @@ from swiftkv_jax.infer.runner.prefill_programs import prefill_chunk, score_chunk
 from swiftkv_jax.infer.runner.serving_form import served_config, serving_weights
 from swiftkv_jax.infer.sampling.metadata import sampling_row
 from swiftkv_jax.model.attention import Attention
-from swiftkv_jax.model.cache import KVCache, bytes_per_token, init_cache
+from swiftkv_jax.model.cache import KVCache, bytes_per_token, cache_shapes
 from swiftkv_jax.model.config import LayerKind, Rope
 from swiftkv_jax.plan.presets import LLAMA_8B
 from tests import tiny
@@ -51,11 +51,11 @@ def model_of(cut: str, bias: bool = False) -> skv.Model:
     return tiny.model_of(hf, tiny.tensors_for(hf))
 
 
-def garbage(cache: KVCache) -> KVCache:
+def garbage(shapes: KVCache) -> KVCache:
     """A cache full of numbers that would show in any result."""
     rng = np.random.default_rng(0)
     return jax.tree.map(
-        lambda buffer: jnp.asarray(rng.normal(0, 1e3, buffer.shape), buffer.dtype), cache
+        lambda leaf: jnp.asarray(rng.normal(0, 1e3, leaf.shape), leaf.dtype), shapes
     )
 
 
@@ -130,7 +130,7 @@ def check_scores(
     of garbage: every later position's log-probability."""
     config = served_config(model.config, swiftkv)
     weights = serving_weights(model.llama, model.swiftkv if swiftkv else None, config)
-    cache = garbage(init_cache(config, PAGES, PAGE, jnp.float32))
+    cache = garbage(cache_shapes(config, PAGES, PAGE, jnp.float32))
     rows = tiny.tokens_for(tiny.hf_config(), 2, 14)
     full = jax.nn.log_softmax(skv.logits(model, jnp.asarray(rows), swiftkv=swiftkv), axis=-1)
     states = [
@@ -193,7 +193,7 @@ def state_of(model: skv.Model, slots: int, remaining: int, eos_token_ids=()) -> 
     zeros = np.zeros(slots, np.int32)
     sampling = jax.tree.map(lambda leaf: np.stack([leaf] * slots), row)
     batch = DecodeBatch(zeros + 1, zeros, zeros + remaining, np.int32(tables), sampling)
-    cache = garbage(init_cache(model.config, slots * TABLE, PAGE, jnp.float32))
+    cache = garbage(cache_shapes(model.config, slots * TABLE, PAGE, jnp.float32))
     return DecodeState(
         cache,
         jax.tree.map(jnp.asarray, batch),
@@ -214,7 +214,7 @@ def decoded(
 def test_buffers_are_donated():
     model = model_of("g=2")
     weights = serving_weights(model.llama, model.swiftkv, model.config)
-    cache = init_cache(model.config, PAGES, PAGE, jnp.float32)
+    cache = garbage(cache_shapes(model.config, PAGES, PAGE, jnp.float32))
     chunk, _ = arrays([ScheduledTokens(request_state([1, 2, 3, 4], 1, [0]), 0, 3)], 4)
     filled, _ = prefill_chunk(model.config, weights, Joined.of(chunk, 1), cache)
     assert all(buffer.is_deleted() for buffer in jax.tree.leaves(cache))
