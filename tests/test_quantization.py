@@ -34,7 +34,7 @@ from swiftkv_jax.model.quantization import (
 )
 from swiftkv_jax.model.sharding import llama_shardings, swiftkv_shardings
 from swiftkv_jax.model.stacks import split_layers
-from swiftkv_jax.pallas_kernels import fp8_product, fp8_rows
+from swiftkv_jax.pallas_kernels import choice
 from tests import tiny
 from tests.pallas_kernels.interpreted import device_of
 
@@ -188,7 +188,7 @@ def test_product_in_half_precision(name, dtype):
 
 
 def test_product_by_a_kernel(monkeypatch):
-    monkeypatch.setattr(fp8_product, "FROM_ROWS", 128)
+    monkeypatch.setattr(choice, "FROM_ROWS", 128)
     x, weight = random((2, 64, 128)), quantize(random((2, 1, 2, 64, 128)), 1, AUTO)
     expected = product("BTD,PJKHD->PBTJKH", x.astype(jnp.bfloat16), weight)
     weight = dataclasses.replace(weight, scheme=dataclasses.replace(AUTO, kernels="hopper"))
@@ -200,7 +200,7 @@ def test_product_by_a_kernel(monkeypatch):
 
 def test_rows_by_kernels(monkeypatch):
     """A layer whose kernels make and quantise activations is the one whose products do."""
-    monkeypatch.setattr(fp8_rows, "FROM_ROWS", 128)
+    monkeypatch.setattr(choice, "FROM_ROWS", 128)
     config = dataclasses.replace(tiny_model().config, embed_dim=128, mlp_dim=256)
     o, gate_up, down = (
         quantize(random(shape, seed), 1, AUTO)

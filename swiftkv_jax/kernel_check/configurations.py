@@ -13,10 +13,8 @@ from ..model.attention import split_heads
 from ..model.config import Config
 from ..model.mesh import MODEL
 from ..pallas_kernels import choose
-from ..pallas_kernels.choice import Choice, choose_experts
+from ..pallas_kernels.choice import FROM_ROWS, Choice, choose_product
 from ..pallas_kernels.device import HEAD_DIMS, Device
-from ..pallas_kernels.fp8_product import FROM_ROWS, choose_fp8_product
-from ..pallas_kernels.fp8_rows import choose_fp8_rows
 from ..pallas_kernels.selfcheck import Case, Row
 
 PAGE_SIZE = 128
@@ -49,11 +47,11 @@ class KernelConfig:
     page_size: int | None = None
     """Positions of a page; None for keys and values row by row."""
     packed: bool = False
-    """Whether rows hold several documents (`segment_ids`)."""
+    """True if rows hold several documents (`segment_ids`)."""
     windowed: bool = False
-    """Whether there is a window, of any size: in the check it has one of its own."""
+    """True if there is a window, of any size: in the check it has one of its own."""
     parts: bool = False
-    """Whether attention is to a part of the keys: the log-sum-exp is returned, and prefill takes
+    """True if attention is to a part of the keys: the log-sum-exp is returned, and prefill takes
     `kv_lengths`."""
     embed_dim: int = 0
     """Width of the model and of its, or an expert's, MLP."""
@@ -193,7 +191,7 @@ def _product(
 
 
 def _windowed(config: Config) -> list[bool]:
-    """Whether layers have a window: both where some do and some do not."""
+    """True if layers have a window: both where some do and some do not."""
     return list(dict.fromkeys(kind.window is not None for kind in config.kinds))
 
 
@@ -283,14 +281,13 @@ def choose_for(config: KernelConfig, device: Device) -> Choice:
     """The implementation that runs `config` on `device` where none is named, and why that is not
     the device's kernels."""
     widths = config.embed_dim, config.mlp_dim
+    calls = (*widths, config.dtype), (*widths[::-1], config.dtype)
     if config.op == "experts":
-        return choose_experts(device, widths, config.dtype)
+        return choose_product(device.kernels, "grouped", *calls)
     if config.op == "fp8_product":
-        choices = [
-            choose_fp8_product(device.kernels, FROM_ROWS, inputs, outputs, config.dtype)
-            for inputs, outputs in (widths, widths[::-1])
-        ]
-        return next((choice for choice in choices if choice.reason), choices[0])
+        return choose_product(
+            device.kernels, "fp8_product", *((FROM_ROWS, *call) for call in calls)
+        )
     if config.op == "fp8_rows":
-        return choose_fp8_rows(device.kernels, FROM_ROWS, config.mlp_dim, config.dtype)
+        return choose_product(device.kernels, "fp8_rows", (config.mlp_dim, config.dtype))
     return choose(device, case_of(config).spec)

@@ -19,10 +19,11 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from ..errors import UsageError
+from ..pallas_kernels.choice import choose_product
 from ..pallas_kernels.device import Device, current_device
 from ..pallas_kernels.eight_bits import to_eight_bits
-from ..pallas_kernels.fp8_product import choose_fp8_product, fp8_product
-from ..pallas_kernels.fp8_rows import NormOptions, choose_fp8_rows, fp8_norm, fp8_swiglu
+from ..pallas_kernels.fp8_product import fp8_product
+from ..pallas_kernels.fp8_rows import NormOptions, fp8_norm, fp8_swiglu
 from .low_rank import Adapted, Terms
 from .params import Llama, Param, SwiftKV, map_params
 
@@ -222,8 +223,8 @@ def _eight_bit_product(
     rows = "".join(letter for letter in of_x if letter in out)
     outputs = of_weight[: weight.scale.ndim]
     num_inputs = math.prod(weight.values.shape[len(outputs) :])
-    sizes = x.scale.size, num_inputs, weight.scale.size
-    choice = choose_fp8_product(weight.scheme.kernels, *sizes, x.dtype)
+    call = x.scale.size, num_inputs, weight.scale.size, x.dtype
+    choice = choose_product(weight.scheme.kernels, "fp8_product", call, rows=x.scale.size)
     if choice.implementation != "xla":
         found = fp8_product(
             x.values.reshape(-1, num_inputs),
@@ -283,7 +284,8 @@ def _rows_kernel(rows: Sequence[int], width: int, dtype: Any, weight: Any) -> st
     """The implementation with a kernel for rows that products with `weight` take in 8 bits."""
     if not isinstance(weight, Quantized) or weight.scheme.arithmetic == "widen":
         return None
-    choice = choose_fp8_rows(weight.scheme.kernels, math.prod(rows), width, dtype)
+    kernels, call = weight.scheme.kernels, (width, dtype)
+    choice = choose_product(kernels, "fp8_rows", call, rows=math.prod(rows))
     return None if choice.implementation == "xla" else choice.implementation
 
 

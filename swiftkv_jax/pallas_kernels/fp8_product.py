@@ -2,10 +2,10 @@
 of rows and of outputs.
 
 XLA runs them as one product and a pass over its result, or scales where the result is read. The
-kernel for Hopper applies the scales itself; it is as fast as measured from `FROM_ROWS` rows on. As
-part of a program it was compiled for an H100 and run in JAX's interpreter. Sums in two levels, as
-blocks of 128 x 128 weights with a scale each would need, it does not have: they reached 1,050 to
-1,078 TFLOP/s on an H100, no more than cuBLASLt.
+kernel for Hopper applies the scales itself; it is as fast as measured from `choice.FROM_ROWS` rows
+on. As part of a program it was compiled for an H100 and run in JAX's interpreter. Sums in two
+levels, as blocks of 128 x 128 weights with a scale each would need, it does not have: they reached
+1,050 to 1,078 TFLOP/s on an H100, no more than cuBLASLt.
 """
 
 from __future__ import annotations
@@ -16,22 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .choice import Choice, kernels_of
-
-FROM_ROWS = 2048
-"""Rows from which the kernel is known to be faster than cuBLASLt, by 8 to 18 %. Fewer leave
-multiprocessors without a tile."""
-
-
-def choose_fp8_product(kernels: str | None, rows: int, inputs: int, outputs: int, dtype) -> Choice:
-    """The implementation that runs such a product with a result of `dtype` on a device with
-    `kernels` (`Device.kernels`), and why not its kernel."""
-    if kernels != "hopper":
-        return Choice("xla", reason="has no kernel for FP8 products")
-    if rows < FROM_ROWS:
-        return Choice("xla", reason=f"takes FP8 products from {FROM_ROWS} rows on")
-    reason = kernels_of("hopper").fp8_product.unsupported_reason(rows, inputs, outputs, dtype)
-    return Choice.unless(reason, "hopper")
+from .choice import kernels_of
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5))  # compiled once for all layers

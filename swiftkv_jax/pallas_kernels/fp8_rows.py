@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .choice import Choice, kernels_of
+from .choice import kernels_of
 from .eight_bits import to_eight_bits
-from .fp8_product import FROM_ROWS
 
 
 class NormOptions(NamedTuple):
@@ -26,17 +25,6 @@ class NormOptions(NamedTuple):
     eps: float
     offset: bool
     wide: bool
-
-
-def choose_fp8_rows(kernels: str | None, rows: int, width: int, dtype) -> Choice:
-    """The implementation that makes `rows` of `width` FP8 values from `dtype`, on a device with
-    `kernels` (`Device.kernels`), and why not its kernels."""
-    if kernels != "hopper":
-        return Choice("xla", reason="has no kernel for FP8 rows")
-    if rows < FROM_ROWS:
-        return Choice("xla", reason=f"makes FP8 rows from {FROM_ROWS} on")
-    reason = kernels_of("hopper").fp8_rows.unsupported_reason(width, dtype)
-    return Choice.unless(reason, "hopper")
 
 
 @functools.partial(jax.jit, static_argnums=1)  # compiled once for all layers

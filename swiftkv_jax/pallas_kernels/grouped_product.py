@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from .choice import choose_experts, kernels_of
+from .choice import choose_product, kernels_of
 from .device import current_device
 
 Inputs = Literal["first", "last"]
-"""Whether a matrix has its inputs before its outputs, as a TPU reads them without a copy, or after
+"""Place of a matrix's inputs: before its outputs, as a TPU reads them without a copy, or after
 them, as checkpoints store them."""
 
 _MOST_ROWS = 128
@@ -32,8 +32,13 @@ _BLOCKS_AT_ONCE = 32
 
 
 def choose_grouped(sizes: tuple[int, int], dtype) -> str:
-    """The implementation on the current device for matrices of these sizes and their transposes."""
-    return choose_experts(current_device(), sizes, dtype).implementation
+    """The implementation on the current device for matrices of these sizes and their transposes.
+    On a TPU that is XLA's own kernel, under the name 'tpu'."""
+    kernels = current_device().kernels
+    if kernels == "tpu":
+        return kernels
+    calls = (*sizes, dtype), (*sizes[::-1], dtype)
+    return choose_product(kernels, "grouped", *calls).implementation
 
 
 def rows_product(

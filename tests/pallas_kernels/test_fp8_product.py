@@ -5,7 +5,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from swiftkv_jax.pallas_kernels.fp8_product import choose_fp8_product, fp8_product
+from swiftkv_jax.pallas_kernels.choice import choose_product
+from swiftkv_jax.pallas_kernels.fp8_product import fp8_product
 from swiftkv_jax.pallas_kernels.hopper import fp8_product as hopper
 from tests.pallas_kernels.interpreted import device_of
 
@@ -33,8 +34,11 @@ def test_product(implementation, monkeypatch):
 
 
 def test_the_kernel_runs_where_it_is_faster():
-    assert choose_fp8_product("hopper", 2048, 4096, 14336, "bfloat16").implementation == "hopper"
-    assert choose_fp8_product("hopper", 8192, 14336, 4096, "float16").implementation == "hopper"
+    def chosen(kernels, *call):
+        return choose_product(kernels, "fp8_product", call, rows=call[0])
+
+    assert chosen("hopper", 2048, 4096, 14336, "bfloat16").implementation == "hopper"
+    assert chosen("hopper", 8192, 14336, 4096, "float16").implementation == "hopper"
     for kernels, sizes, reason in (
         ("hopper", (1024, 4096, 4096, "bfloat16"), "takes FP8 products from 2048 rows on"),
         (
@@ -45,5 +49,5 @@ def test_the_kernel_runs_where_it_is_faster():
         ("hopper", (2048, 4096, 4096, "float32"), "makes bfloat16 or float16, not float32"),
         ("cudnn", (2048, 4096, 4096, "bfloat16"), "has no kernel for FP8 products"),
     ):
-        choice = choose_fp8_product(kernels, *sizes)
+        choice = chosen(kernels, *sizes)
         assert choice.implementation == "xla" and (choice.reason or "").startswith(reason)
