@@ -59,7 +59,7 @@ def add_flags(
 
 
 def matcher(pattern: str | None) -> Callable[[str], bool]:
-    """Whether a name has a match of --only; every name without it. Raises `UsageError`."""
+    """True if a name has a match of --only; every name without it. Raises `UsageError`."""
     try:
         expression = re.compile(pattern or "")
     except re.error as error:

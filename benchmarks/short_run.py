@@ -47,7 +47,7 @@ class Step:
     seconds: float
     """Time after which it is ended."""
     required: bool = False
-    """Whether the other steps are left out if this one fails."""
+    """True if the other steps are left out if this one fails."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -85,7 +85,7 @@ class Timing:
     host_share: float
     """Share of the long run in which the host was enqueueing."""
     linear: bool
-    """Whether `scaling` is near three: then the time is that of the calls."""
+    """True if `scaling` is near three: then the time is that of the calls."""
     calls: int
     repeats: int
     short_runs: list[float]

@@ -58,7 +58,7 @@ class Worker:
         return result
 
     def works(self) -> bool:
-        """Whether the device still computes in this process, which it does not after an illegal
+        """True if the device still computes in this process, which it does not after an illegal
         access. If not, the process is ended."""
         try:
             self.call(_compute, seconds=60)

@@ -199,7 +199,7 @@ def test_a_statement_says_one_thing():
 
 FRAGMENTS = set(
     "also as at before both by from if in it of on only so that these this those to what when "
-    "where which while who whose with without".split()
+    "where whether which while who whose with without".split()
 )
 
 

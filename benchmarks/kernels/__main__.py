@@ -177,7 +177,7 @@ def measure_apart(
 
 
 def _is_bad(result: dict[str, Any]) -> bool:
-    """Whether a result is wrong, or failed and is this package's."""
+    """True if a result is wrong, or failed and is this package's."""
     return result["status"] == "wrong" or (
         result["status"] == "error" and result["implementation"] in (*OURS, "oracle")
     )

@@ -99,7 +99,7 @@ def passes(problem: Problem, completion: str) -> bool:
 
 
 def runs(program: str) -> bool:
-    """Whether a program reaches its end in the sandbox."""
+    """True if a program reaches its end in the sandbox."""
     mark = secrets.token_hex(16)
     sandbox = Path(__file__).with_name("sandbox.py")
     command = [sys.executable, "-I", "-B", str(sandbox), mark, str(CPU_SECONDS)]

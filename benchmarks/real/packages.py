@@ -50,7 +50,7 @@ def source_files(package: str) -> Iterator[tuple[str, str]]:
 
 
 def repeats(text: str, seen: set[bytes]) -> bool:
-    """Whether most lines of a file stand in others; if not, its own are added to `seen`."""
+    """True if most lines of a file stand in others; if not, its own are added to `seen`."""
     lines = {
         hashlib.blake2b(line.encode(), digest_size=8).digest()
         for line in map(str.strip, text.splitlines())

@@ -56,7 +56,7 @@ def split(file: Path, folder: Path, part_bytes: int = PART_BYTES) -> None:
 
 
 def is_split(folder: Path) -> bool:
-    """Whether a folder holds a file in parts."""
+    """True if a folder holds a file in parts."""
     return (folder / MANIFEST).is_file()
 
 

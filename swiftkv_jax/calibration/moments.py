@@ -283,8 +283,8 @@ def layer_moments(
 
 
 def fitted_tokens(config: Config, segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
-    """Whether a token's keys and values are to be fitted: not padding, nor a first token that keeps
-    its own (`Config.exact_head`)."""
+    """True where keys and values of a token are to be fitted: not padding, nor a first token that
+    keeps its own (`Config.exact_head`)."""
     real = segment_ids > 0
     return real & ~first_tokens(segment_ids) if config.exact_head else real
 

@@ -108,7 +108,7 @@ def auxiliary_files_of(path: Path) -> tuple[Config, AuxiliaryFiles, tuple[int, .
 
 
 def _is_gguf(path: Path) -> bool:
-    """Whether this is a GGUF file, or a folder whose only weights are in one."""
+    """True if this is a GGUF file, or a folder whose only weights are in one."""
     if path.is_dir():
         return bool(gguf_files(path)) and not any(path.glob("*.safetensors"))
     return path.is_file() and is_gguf(path)

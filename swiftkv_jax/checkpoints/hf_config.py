@@ -260,7 +260,7 @@ _QUANTIZATION = "quantization_config"
 
 
 def is_wrapped(hf: Fields) -> bool:
-    """Whether a `config.json` has its text model's fields under `text_config`: Gemma 3 from 4B on,
+    """True if a `config.json` has its text model's fields under `text_config`: Gemma 3 from 4B on,
     Mistral Small 3.1 and 3.2. Only the text model is read, as if it were one by itself."""
     return isinstance(hf.get("model_type"), str) and hf["model_type"] in WRAPPED
 

@@ -53,7 +53,7 @@ _QUANTISATION = re.compile(
 
 
 def is_repository(model: str | os.PathLike[str]) -> bool:
-    """Whether this is spelled like a name on the Hub, and nothing is at this path. What begins with
+    """True if this is spelled like a name on the Hub, and nothing is at this path. What begins with
     `./` or ends in `.gguf` is a path."""
     model = os.fspath(model)
     found = _NAME.fullmatch(model)
@@ -298,7 +298,7 @@ def _reason_of_failure(name: str, revision: str | None, error: BaseException) ->
 
 
 def _is_of_cache(error: OSError, cache: str) -> bool:
-    """Whether a folder of the cache cannot be made or written."""
+    """True if a folder of the cache cannot be made or written."""
     at = str(error.filename or "")
     # Above it too: /proc has no folders.
     above = bool(at) and (Path(cache).is_relative_to(at) or Path(at).is_relative_to(cache))

@@ -131,7 +131,7 @@ def verify(tensor: Stored) -> None:
 
 
 def same_values(a: Stored, b: Stored) -> bool:
-    """Whether two tensors have equal shapes and values, compared in chunks."""
+    """True if two tensors have equal shapes and values, compared in chunks."""
     if a.shape != b.shape:
         return False
     return all(np.array_equal(_wide(a, chunk), _wide(b, chunk)) for chunk in _chunks(a))

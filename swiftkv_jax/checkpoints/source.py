@@ -63,7 +63,7 @@ class Source:
     path: Path | None = None
     """None for a model in memory."""
     digests: bool = False
-    """Whether damage to a weight's bytes is detected."""
+    """True if damage to a weight's bytes is detected."""
     quantization: Format | None = None
     """Format of its matrices; None if they are not quantised."""
 
@@ -73,7 +73,7 @@ class Source:
 
     @property
     def has_teacher(self) -> bool:
-        """Whether the teacher can run: its upper q, k, v are there."""
+        """True if the teacher can run: its upper q, k, v are there."""
         return any(leaf.is_teacher_qkv for leaf in self.leaves)
 
     def read(self, leaf: MappedLeaf, dtype: np.dtype | None, sharding: Sharding) -> jax.Array:

@@ -71,7 +71,7 @@ class MappedLeaf:
 
     @property
     def stacked(self) -> bool:
-        """Whether the leading axis counts layers, or groups of layers."""
+        """True if the leading axis counts layers, or groups of layers."""
         return self.param.stacked
 
     @property
@@ -320,5 +320,5 @@ def tensor_names(found: list[str]) -> TensorNames:
 
 
 def is_vision(tensor: str) -> bool:
-    """Whether a tensor of a model that takes images is not of its text model."""
+    """True if a tensor of a model that takes images is not of its text model."""
     return _VISION.match(tensor) is not None

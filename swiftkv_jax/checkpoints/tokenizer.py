@@ -212,7 +212,7 @@ def _missing(
 
 
 def has_chat_template(contents: Mapping[str, bytes]) -> bool:
-    """Whether the tokenizer's files, name -> content, have a chat template. Builds no tokenizer.
+    """True if the tokenizer's files, name -> content, have a chat template. Builds no tokenizer.
     Raises `CheckpointError` for a file that is no JSON object."""
     return bool(_chat_template(_settings(contents), contents))
 

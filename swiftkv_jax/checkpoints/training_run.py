@@ -42,7 +42,7 @@ SPECULATOR = "speculator"
 
 
 def is_run(path: str | os.PathLike[str]) -> bool:
-    """Whether a directory is the output folder of a training run."""
+    """True if a directory is the output folder of a training run."""
     return (Path(path) / RECIPE).is_file()
 
 

@@ -158,7 +158,7 @@ def _name(action: argparse.Action) -> str:
 
 
 def _is_from_process_0(record: logging.LogRecord) -> bool:
-    """Whether this is process 0. Before the processes have joined, each is on its own; JAX is not
+    """True if this is process 0. Before the processes have joined, each is on its own; JAX is not
     asked then, because that would start a backend."""
     jax = sys.modules.get("jax")
     return jax is None or not jax.distributed.is_initialized() or jax.process_index() == 0

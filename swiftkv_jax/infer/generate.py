@@ -191,7 +191,7 @@ def _plain(prompt: Any) -> Any:
 
 
 def _is_token_ids(prompts: Sequence[Any]) -> bool:
-    """Whether `prompts` is one prompt of token ids."""
+    """True if `prompts` is one prompt of token ids."""
     return len(prompts) > 0 and all(isinstance(token, int | np.integer) for token in prompts)
 
 

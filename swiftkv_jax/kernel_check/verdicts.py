@@ -86,7 +86,7 @@ class Verdict:
 
     @property
     def usable(self) -> bool:
-        """Whether the kernel may run; where it is unsupported, it does not."""
+        """True if the kernel may run; where it is unsupported, it does not."""
         return self.outcome in ("right", "unsupported")
 
     @classmethod

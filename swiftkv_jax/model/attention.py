@@ -48,7 +48,7 @@ class Attention:
     implementation: Implementation | None = None
     """Name of the implementation; None chooses for the platform of `mesh`."""
     shard_sequence: bool = False
-    """Whether the hidden states between layers are split along the sequence, over `model`.
+    """True if the hidden states between layers are split along the sequence, over `model`.
     Attention itself gets whole rows."""
 
     def prefill(
@@ -257,9 +257,9 @@ class _Split(NamedTuple):
     row_shards: int
     """Parts of the rows, and of the pages of a pool; 1 where `rows` is None."""
     split_kv: bool
-    """Whether each device has some of the key/value heads."""
+    """True if each device has some of the key/value heads."""
     share_kv: bool
-    """Whether several devices share each key/value head."""
+    """True if several devices share each key/value head."""
     head_shards: int
     """Parts of the query heads; 1 where each device has all."""
     kv_heads: int

@@ -82,20 +82,20 @@ class Config:
     norm_order: NormOrder = "pre"
     """Norms before attention and MLP, after them (of what is added to the residual), or both."""
     norm_offset: bool = False
-    """Whether a norm multiplies by one more than its scale."""
+    """True if a norm multiplies by one more than its scale."""
     norm_wide: bool = False
-    """Whether a norm multiplies by its scale in float32, before it rounds."""
+    """True if a norm multiplies by its scale in float32, before it rounds."""
     activation: Activation = "silu"
     """Activation function of the MLP gate."""
     num_experts: int = 0
     """Mixture of experts: the MLPs of each layer, `mlp_dim` wide each; 0: one MLP, no router."""
     num_experts_per_token: int = 0
     renormalize_experts: bool = False
-    """Whether the router's probabilities of a token's experts are divided by their sum."""
+    """True if the router's probabilities of a token's experts are divided by their sum."""
     embed_scale: float = 1.0
     """Factor of the embeddings."""
     round_embed_scale: bool = False
-    """Whether `embed_scale` is first rounded to the embedding's dtype."""
+    """True if `embed_scale` is first rounded to the embedding's dtype."""
     residual_scale: float = 1.0
     """Factor of what attention and MLP add to the residual."""
     query_scale: float | None = None
@@ -234,7 +234,7 @@ class Config:
 
     @property
     def has_two_caches(self) -> bool:
-        """Whether upper layers attend to two caches: their group's, with the student's queries, and
+        """True if upper layers attend to two caches: their group's, with the student's queries, and
         one of the keys and values that tokens keep of their own, with the teacher's queries."""
         return self.generated_kv == "own" and self.key_value_group_size > 1
 
@@ -249,7 +249,7 @@ class Config:
 
     @property
     def keeps_own(self) -> bool:
-        """Whether any token keeps its own upper keys and values."""
+        """True if any token keeps its own upper keys and values."""
         return self.generated_kv == "own" or self.exact_head > 0
 
     def own_start(self, prompt_length: int) -> int:

@@ -69,7 +69,7 @@ def quarter_of_neurons(config: Config) -> int:
 
 
 def has_same_delta(config: Config, other: Config) -> bool:
-    """Whether two architectures differ, at most, in the tokens that keep their own upper keys and
+    """True if two architectures differ, at most, in the tokens that keep their own upper keys and
     values."""
     one, another = (
         dataclasses.replace(each, generated_kv="boundary", exact_tail=0, exact_head=0)

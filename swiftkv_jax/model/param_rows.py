@@ -57,7 +57,7 @@ class Param:
     """How many of the last axes a product sums over; its other axes are output channels. None for
     what is never quantised."""
     when: Callable[[Config], bool] = lambda config: True
-    """Whether a model of this config has it."""
+    """True if a model of this config has it."""
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -65,7 +65,7 @@ class Param:
 
     @property
     def stacked(self) -> bool:
-        """Whether the first axis counts layers, or groups of layers."""
+        """True if the first axis counts layers, or groups of layers."""
         return self.axes[0] in ("?", *_STACKS)
 
     @property

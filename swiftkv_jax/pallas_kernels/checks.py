@@ -248,7 +248,7 @@ def _check_range(name, value, high, what):
 
 
 def _is_known(value) -> bool:
-    """Whether this process can read the value now: not while tracing, nor if other processes hold
+    """True if this process can read the value now: not while tracing, nor if other processes hold
     shards of it."""
     return not isinstance(value, Tracer) and (
         not isinstance(value, jax.Array) or value.is_fully_addressable

@@ -32,12 +32,12 @@ class Device(NamedTuple):
 
     @property
     def is_hopper(self) -> bool:
-        """Whether its compute capability is 9.0, by its product name."""
+        """True if its compute capability is 9.0, by its product name."""
         return self._is_gpu and re.search(r"\bG?H(20|100|200|800)\b", self.kind) is not None
 
     @property
     def is_nvidia(self) -> bool:
-        """Whether it is a GPU by NVIDIA, by its product name, from Ampere on, as cuDNN's attention
+        """True if it is a GPU by NVIDIA, by its product name, from Ampere on, as cuDNN's attention
         needs. JAX calls those of others 'gpu' too."""
         named = self._is_gpu and self.kind.startswith("NVIDIA ")
         return named and not _BEFORE_AMPERE.search(self.kind)

@@ -77,7 +77,7 @@ class AttentionSpec:
     k: jax.ShapeDtypeStruct
     page_table: jax.ShapeDtypeStruct | None = None
     packed: bool = False
-    """Whether there are `segment_ids`."""
+    """True if there are `segment_ids`."""
     kv_lengths: bool = False
     window: int | Literal["array"] | None = None
     score_options: ScoreOptions = PLAIN_SCORES

@@ -243,7 +243,7 @@ def widens_pool(
     *,
     implementation: Implementation | None = None,
 ) -> bool:
-    """Whether `prefill_attention` with these operands and options widens the whole pool before it
+    """True if `prefill_attention` with these operands and options widens the whole pool before it
     reads pages of it: with keys in 8 bits, on a device kernel. Only shapes and dtypes count."""
     if k.dtype == q.dtype:
         return False

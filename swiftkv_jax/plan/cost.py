@@ -82,7 +82,7 @@ def decode_kv_weights(config: Config, *, swiftkv: bool) -> int:
 
 
 def _decodes_boundary(config: Config) -> bool:
-    """Whether a decode step makes upper keys and values from the boundary."""
+    """True if a decode step makes upper keys and values from the boundary."""
     return not (config.generated_kv == "own" and config.exact_tail)
 
 

@@ -142,7 +142,7 @@ def calibration_host_memory(config: Config, dtype: jnp.dtype) -> dict[str, float
 
 
 def fits(memory: float, hardware: Hardware) -> bool:
-    """Whether so many bytes fit. A tenth is left for the runtime and for what is not in the
+    """True if so many bytes fit. A tenth is left for the runtime and for what is not in the
     plan."""
     return memory <= 0.9 * hardware.memory_bytes
 

@@ -92,7 +92,7 @@ def join_processes(
 
 
 def announces_several(coordinator_address: str | None = None) -> bool:
-    """Whether `join_processes` would connect to others, as the address or a launcher says. Touches
+    """True if `join_processes` would connect to others, as the address or a launcher says. Touches
     no device."""
     return coordinator_address is not None or _is_one_of_several()
 
@@ -107,7 +107,7 @@ def coordinator_host() -> str:
 
 
 def is_main_process() -> bool:
-    """Whether this is process 0, which writes and prints. Starts JAX's backend."""
+    """True if this is process 0, which writes and prints. Starts JAX's backend."""
     return jax.process_index() == 0
 
 
@@ -118,7 +118,7 @@ def barrier(name: str) -> None:
 
 
 def any_process(flag: bool) -> bool:
-    """Whether `flag` is true in any process; the same answer in all of them."""
+    """True if `flag` is true in any process; the same answer in all of them."""
     if jax.process_count() == 1:
         return flag
     return bool(np.any(multihost_utils.process_allgather(np.bool_(flag))))
@@ -264,13 +264,13 @@ def _is_one_of_several() -> bool:
 
 
 def _is_on_cloud_tpu() -> bool:
-    """Whether JAX, when it was imported, found TPU chips and a metadata server with the list of all
+    """True if JAX, when it was imported, found TPU chips and a metadata server with the list of all
     hosts of the slice, one or more."""
     return "TPU_ML_PLATFORM" in os.environ and "TPU_SKIP_MDS_QUERY" not in os.environ
 
 
 def _is_indexed_job() -> bool:
-    """Whether JAX can ask Kubernetes, which sets the index but not the number of pods."""
+    """True if JAX can ask Kubernetes, which sets the index but not the number of pods."""
     return (
         "KUBERNETES_SERVICE_HOST" in os.environ
         and "JOB_COMPLETION_INDEX" in os.environ

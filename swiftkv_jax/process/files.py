@@ -177,7 +177,7 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def is_running(process: int) -> bool:
-    """Whether there is a process of this number on this host."""
+    """True if there is a process of this number on this host."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

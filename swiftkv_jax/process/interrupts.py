@@ -102,7 +102,7 @@ class held_back:
 
 
 def pending() -> bool:
-    """Whether SIGINT has come while the command ran, and nothing else has handled it."""
+    """True if SIGINT has come while the command ran, and nothing else has handled it."""
     return _State.raised
 
 
@@ -116,7 +116,7 @@ def join(thread: Thread, timeout: float) -> None:
 
 
 def tell() -> bool:
-    """Whether the line is still to be written: True for the first caller only."""
+    """True for the first caller only: the line is still to be written."""
     reported = _State.reported
     _State.reported = True
     return not reported
@@ -154,7 +154,7 @@ def _watch() -> None:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Whether an import is under way, which may catch every exception and leave modules
+    """True if an import is under way, which may catch every exception and leave modules
     half loaded."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):

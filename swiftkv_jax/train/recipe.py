@@ -197,7 +197,7 @@ class Recipe(RunOptions):
     load_best_model_at_end: bool = option(
         False, "export the state of the lowest held-out loss, not the last"
     )
-    """Whether the best state is exported, not the last. The state of step 0 is a candidate."""
+    """True if the best state is exported, not the last. The state of step 0 is a candidate."""
     speculator: int | None = option(
         None,
         "then train a head that drafts N tokens for --speculative-config, into "

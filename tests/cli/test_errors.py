@@ -99,7 +99,7 @@ READS = ("search", "match", "fullmatch", "sub", "replace", "startswith", "remove
 
 
 def reads_a_message(node: ast.AST) -> bool:
-    """Whether an expression looks for something in `str(error)`, or changes it."""
+    """True if an expression looks for something in `str(error)`, or changes it."""
     if isinstance(node, ast.Compare):
         looks = any(isinstance(operator, ast.In | ast.NotIn) for operator in node.ops)
     else:

@@ -36,7 +36,7 @@ class Segment(NamedTuple):
     loops: int
     """Loops around it."""
     enters: bool
-    """Whether a loop's body begins here."""
+    """True if a loop's body begins here."""
     bundles: int
     copies: int
     """Copies from HBM that it starts."""

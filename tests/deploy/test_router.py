@@ -115,7 +115,7 @@ def router(behind: list[Server], policy: str | None = None) -> Iterator[str]:
 
 
 def answers(port: int, path: str) -> bool:
-    """Whether it is 200."""
+    """True if it is 200."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     with contextlib.closing(connection), contextlib.suppress(OSError):
         connection.request("GET", path)

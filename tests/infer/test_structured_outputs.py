@@ -25,7 +25,7 @@ def allowed(matcher) -> list[int]:
 
 
 def accepts(outputs: StructuredOutputs, text: str) -> bool:
-    """Whether `text` is a whole output."""
+    """True if `text` is a whole output."""
     matcher = COMPILER.compile(outputs)
     for token in TOKENIZER(text)["input_ids"]:
         if matcher.is_ended or token not in allowed(matcher):

@@ -36,7 +36,7 @@ def under(device: str):
 
 
 def on_hardware(implementation: str) -> bool:
-    """Whether the device is one that runs `implementation`."""
+    """True if the device is one that runs `implementation`."""
     device = jax.devices()[0]
     if implementation == "hopper":
         return Device.of(device).is_hopper

@@ -64,7 +64,7 @@ def copy_tree(target: Path) -> None:
 
 
 def is_found(bug: Bug, tree: Path) -> bool:
-    """Whether the bug's test fails in a copy that has the bug."""
+    """True if the bug's test fails in a copy that has the bug."""
     path = tree / bug.file
     text = path.read_text(encoding="utf-8")
     path.write_text(bug.planted_in(text), encoding="utf-8")

@@ -117,7 +117,7 @@ def soak(mode: str, *, rounds: int, seed: int, compilations: list[str], **fields
 
 
 def has_tie(format: str, mode: str, request, found, expected) -> bool:
-    """Whether an entry is so near a tie that float32 may round it to either side."""
+    """True if an entry is so near a tie that float32 may round it to either side."""
     stored = own_kv_oracle.EightBits(format)
     oracle_logprobs(mode, request, found[0], stored=stored)
     return stored.nearest_tie < FLOAT32

@@ -187,7 +187,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file is one, by its name or by how it begins."""
+    """True if a file is one, by its name or by how it begins."""
     if path.suffix == ".gguf":
         return True
     with path.open("rb") as opened:
@@ -208,7 +208,7 @@ def is_later_part(path: Path) -> bool:
 
 
 def is_model_name(name: str) -> bool:
-    """Whether a GGUF file of this name may hold a model, and not the projector of images or the
+    """True if a GGUF file of this name may hold a model, and not the projector of images or the
     importances of weights that lie beside models."""
     return "mmproj" not in name and "imatrix" not in name
 

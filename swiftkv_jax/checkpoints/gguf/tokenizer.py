@@ -304,9 +304,9 @@ class PreTokenizer:
     nfc: bool = False
     """Normalisation of texts to NFC."""
     ignore_merges: bool = False
-    """Whether a part that is a token is that token, whatever the merges make of it."""
+    """True if a part that is a token is that token, whatever the merges make of it."""
     add_bos: bool = False
-    """Whether a text begins with the token that begins texts, where the file does not say so."""
+    """True if a text begins with the token that begins texts, where the file does not say so."""
 
     def build(self) -> tuple[Any, Any]:
         """The pre-tokenizer and the normaliser of the package tokenizers; the latter may be

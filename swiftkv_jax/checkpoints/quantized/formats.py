@@ -27,12 +27,12 @@ class WeightFormat:
     """(outputs, inputs) that share a scale; 0 is all of them."""
     number: Literal["float", "int"] = "int"
     symmetric: bool = True
-    """Whether each zero is 2^(bits - 1), so that `packed` stores none and `awq` stores only that;
+    """True if each zero is 2^(bits - 1), so that `packed` stores none and `awq` stores only that;
     not of `gptq`."""
     stored_zero: int = 0
     """Number that is added to the zeros as stored; of `gptq` only."""
     act_order: bool = False
-    """Whether groups may be out of order, so that `g_idx` must say that they are not; of `gptq`
+    """True if groups may be out of order, so that `g_idx` must say that they are not; of `gptq`
     only."""
     activation_scales: bool = False
     """Scales of the activations are stored too. Nothing reads them."""
@@ -95,7 +95,7 @@ class QuantizationConfig:
 
 
 def _matches(name: str, module: str) -> bool:
-    """Whether a name in a list is for this module: `Linear`, the class of all matrices here; a
+    """True if a name in a list is for this module: `Linear`, the class of all matrices here; a
     regular expression that its name begins with (`re:`); or its name or whole parts of it."""
     if name.startswith("re:"):
         return re.match(name.removeprefix("re:"), module) is not None

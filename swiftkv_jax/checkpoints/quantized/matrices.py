@@ -205,7 +205,7 @@ class _Part:
     """(outputs, inputs) that an element is for; 0 is all of them."""
     codes: tuple[str, ...] = WIDE
     transposed: bool = False
-    """Whether inputs come first."""
+    """True if inputs come first."""
     dtype: np.dtype | None = None
     """Dtype of its elements, if the file's dtype says only how many bits they have."""
 

@@ -81,7 +81,7 @@ class Source:
                 )
 
     def fit_together(self, cells: Sequence[Cell], options: EngineOptions) -> bool:
-        """Whether both engines fit beside each other and the weights they are made of."""
+        """True if both engines fit beside each other and the weights they are made of."""
         each = [self._needed_memory(name, cells, options) for name in (STUDENT, TEACHER)]
         total = sum(map(sum, each)) + max(weights for weights, _ in each)
         return total <= MAX_MEMORY_SHARE * _available_memory()

@@ -30,7 +30,7 @@ class Result(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether the result is complete."""
+        """True if the result is complete."""
         ...
 
     @property

@@ -48,7 +48,7 @@ class Workload(NamedTuple):
     rows: Callable[[int], Iterator[Row]]
     """Makes the rows after the first so many."""
     stream: bool = False
-    """Whether text is printed as it comes."""
+    """True if text is printed as it comes."""
 
 
 def main(args: argparse.Namespace) -> int:

@@ -91,7 +91,7 @@ class OutputFile:
         self.path, self.partial = path, path.with_name(path.name + ".partial")
         self._settings_file = path.with_name(path.name + ".settings.json")
         self.complete = resume and path.exists()
-        """Whether an earlier run has written all of the file."""
+        """True if an earlier run has written all of the file."""
         if not self.complete:
             check_absent("`output`", path)
         if self.partial.exists() and not resume:

@@ -130,7 +130,7 @@ class Engine[R: ModelRunnerBase]:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request has not ended, or a result has not been read."""
+        """True if a request has not ended, or a result has not been read."""
         return bool(self._sent) or self._scheduler.has_work
 
     @property

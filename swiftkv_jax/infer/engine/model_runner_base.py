@@ -83,7 +83,7 @@ class ModelRunnerBase(HostMemory, Protocol):
         ...
 
     def is_idle(self) -> bool:
-        """Whether the device has done the last chunk and the last decode call."""
+        """True if the device has done the last chunk and the last decode call."""
         ...
 
     def read(self, output: AsyncOutput) -> SamplerOutput | None:

@@ -196,13 +196,13 @@ class SamplingParams:
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Whether each token is simply the model's likeliest one and no other feature is used."""
+        """True if each token is simply the model's likeliest one and no other feature is used."""
         changes = self.has_penalty or self.logit_bias or self.min_tokens
         return self.temperature == 0 and not changes and self.logprobs is None
 
     @property
     def has_penalty(self) -> bool:
-        """Whether token counts are needed."""
+        """True if token counts are needed."""
         return (
             self.repetition_penalty != 1
             or self.presence_penalty != 0

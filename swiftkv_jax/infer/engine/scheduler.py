@@ -73,7 +73,7 @@ class Scheduler:
         return bool(self.waiting or self.prefilling or self.num_running)
 
     def is_unfinished(self, sequence: SequenceState) -> bool:
-        """Whether a sequence that decodes may emit more tokens."""
+        """True if a sequence that decodes may emit more tokens."""
         return sequence in self.ending or self.running.get(sequence.slot) is sequence
 
     def add(self, state: RequestState) -> None:
@@ -312,7 +312,7 @@ class Scheduler:
         return [one for one in self._with_pages if one.matcher is None]
 
     def have_pages(self, sequences: Sequence[SequenceState], tokens: int) -> bool:
-        """Whether these sequences have pages for so many tokens more."""
+        """True if these sequences have pages for so many tokens more."""
         return not any(one.missing_pages(self._pool(one), tokens)[0] for one in sequences)
 
     def plan_decode(self, sequences: Sequence[SequenceState], call: DecodeCall) -> None:

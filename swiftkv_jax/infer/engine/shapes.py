@@ -58,14 +58,14 @@ class Shapes:
     """Numbers of pages that a chunk can read, ascending, where they are gathered first
     (`with_contexts`); else (None,)."""
     scoring: bool
-    """Whether tokens of a chunk can be scored."""
+    """True if tokens of a chunk can be scored."""
     single_step_rows: int = 0
     """Largest number of sequences for which a decode call emits one token of each; 0 if there is no
     such call."""
     structured_outputs: bool = False
-    """Whether there are decode programs for sequences that follow a grammar."""
+    """True if there are decode programs for sequences that follow a grammar."""
     has_own_start: bool = False
-    """Whether programs take the position from which on tokens keep their own keys and values."""
+    """True if programs take the position from which on tokens keep their own keys and values."""
     tail: int = 0
     """Fewest prompt tokens that a prefill program can run through all layers; 0 if there is no such
     program."""

@@ -205,7 +205,7 @@ def _check_int8(model: Model) -> None:
 
 
 def _widens_pool(layout: Layout, shapes: Shapes, dtype: Any, attention: Attention) -> bool:
-    """Whether attention of a chunk to a cache of this layout would widen all of it.
+    """True if attention of a chunk to a cache of this layout would widen all of it.
 
     Tested with one tile on each shard. A kernel may refuse more tiles, if it has no room for their
     page tables; XLA then runs them, and can read gathered pages too.

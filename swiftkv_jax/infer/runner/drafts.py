@@ -44,13 +44,13 @@ class Block(NamedTuple):
     position: Int[Array, "B T"]
     """Positions of the tokens, at least 0."""
     real: Bool[Array, "B T"]
-    """Whether a column has a token; none of a sequence that has ended has."""
+    """True where a column has a token; none of a sequence that has ended has."""
     source: Int[Array, "B T"]
     """Places of the drafts in the text that they are taken from; -1 in columns without one."""
 
     @property
     def drafted(self) -> Bool[Array, "B T"]:
-        """Whether a column has a draft."""
+        """True where a column has a draft."""
         return self.source >= 0
 
 

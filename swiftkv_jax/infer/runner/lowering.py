@@ -65,7 +65,7 @@ class UpperProgram:
     context: int | None
     """Pages that are gathered, as in `PrefillProgram`."""
     scores: bool
-    """Whether those tokens are scored; else they only fill the cache."""
+    """True if those tokens are scored; else they only fill the cache."""
 
     def __str__(self) -> str:
         what = "score" if self.scores else "prefill through all layers"
@@ -85,7 +85,7 @@ class DecodeProgram:
     """Sequences of each data-parallel shard."""
     kind: DecodeKind = "sampling"
     single_step: bool = False
-    """Whether it emits one token of each sequence; else `Shapes.decode_steps`. A constrained
+    """True if it emits one token of each sequence; else `Shapes.decode_steps`. A constrained
     program always emits one."""
     width: int = 1
     """Tokens of a sequence in a step, with drafts (`Shapes.wide_call`)."""

@@ -61,7 +61,7 @@ def update_token_counts_of_blocks(
 
 
 def changes_logits(sampling: SamplingMetadata, position: Int[Array, " B"]) -> Bool[Array, " B"]:
-    """Whether `apply_penalties` changes anything in a row."""
+    """True for rows that `apply_penalties` changes."""
     penalised = (
         (sampling.repetition_penalty != 1)
         | (sampling.presence_penalty != 0)

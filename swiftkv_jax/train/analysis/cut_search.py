@@ -134,7 +134,7 @@ class _Search:
         return self.base[k]
 
     def _descend(self, k: int) -> bool:
-        """Whether a student at `k` is within the budget."""
+        """True if a student at `k` is within the budget."""
         if self.holds(self._measure(k)):
             return True
         within = [cut for cut in [*self.base.values(), *self.added] if self.holds(cut)]
@@ -142,7 +142,7 @@ class _Search:
         return self._improve(k, limit, every=False)
 
     def _improve(self, k: int, limit: float, *, every: bool) -> bool:
-        """Whether a student at `k` with an exact head, which costs less than `limit`, is within the
+        """True if a student at `k` with an exact head, which costs less than `limit`, is within the
         budget. `every`: those after it are measured too."""
         left = float("inf")
         holds = False

@@ -50,7 +50,7 @@ class Budget:
         return max((math.inf if math.isnan(share) else share for share in shares), default=0.0)
 
     def holds(self, cut: CutResult) -> bool:
-        """Whether a student is within the budget. Its border is."""
+        """True if a student is within the budget. Its border is."""
         return self.excess(cut) <= 1
 
 
@@ -131,7 +131,7 @@ class Recommendation:
         return self.max_far_loss is not None and self.far_nats is None
 
     def is_of(self, cut: CutResult) -> bool:
-        """Whether `cut` is the recommended student."""
+        """True if `cut` is the recommended student."""
         return all(getattr(cut, name) == value for name, value in self.cut.items())
 
     def describe(self, num_layers: int) -> str:

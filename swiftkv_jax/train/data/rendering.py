@@ -39,7 +39,7 @@ class Rendered:
     """(start, stop) characters of each target, in order."""
     is_chat: bool
     is_marked: bool = False
-    """Whether the template has marked the targets."""
+    """True if the template has marked the targets."""
 
 
 class _Refused(ValueError):

@@ -144,7 +144,7 @@ def summary(recipe: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
 
 
 def loss_sentence(evaluations: Sequence[dict[str, Any]]) -> str:
-    """Whether the last evaluation warns of the student, or that nothing was measured."""
+    """Warning of the last evaluation, or that nothing was measured; empty if all is well."""
     if not evaluations:
         return "Loss on far tokens: not measured (eval_data)."
     too_much = loss_of(evaluations[-1]).too_much

@@ -301,7 +301,7 @@ def train(
             return results[EVAL_LOSS]
 
         def patience_is_over(step: int) -> bool:
-            """Whether to stop early: after an evaluation, or at the start of a resumed run, which
+            """True to stop early: after an evaluation, or at the start of a resumed run, which
             may have been killed after its last step."""
             patience = recipe.early_stopping_patience
             losses = list(metrics.held_out_losses.values())

@@ -207,7 +207,7 @@ class MetricsRecorder:
         self._log = MetricsLog(recipe.output_dir, first_step=first_step, report_to=recipe.report_to)
 
     def is_logged(self, step: int) -> bool:
-        """Whether the numbers of a step are written."""
+        """True if the numbers of a step are written."""
         return step % self._recipe.logging_steps == 0 or step == self._steps
 
     def record(self, step: int, values: dict[str, jax.Array], row_ids: list[str]) -> None:
