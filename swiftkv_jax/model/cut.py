@@ -105,7 +105,7 @@ def choose_generated_kv(
 
     Raises `UsageError` if the model cannot have them.
     """
-    kv = config.generated_kv if generated_kv is None else generated_kv
+    kv = generated_kv or config.generated_kv
     tail = exact_tail
     if tail is None:
         tail = config.exact_tail if kv == "own" else 0

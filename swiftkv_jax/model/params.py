@@ -218,7 +218,7 @@ class SwiftKV:
 
     def with_prompt_mlp(self, mlp: PromptMLP | None) -> SwiftKV:
         """The same with these stacks in the place of its own."""
-        mlp = PromptMLP(None) if mlp is None else mlp
+        mlp = mlp or PromptMLP(None)
         return dataclasses.replace(
             self, mlp_map=mlp.map, mlp_gate=mlp.gate, mlp_up=mlp.up, mlp_down=mlp.down
         )

@@ -122,7 +122,7 @@ def scanned_kinds(config: Config, tables: Tables, layers: range) -> tuple[Array 
     table = stack_tables(config, tables, kinds)
     window = None
     if any(kind.window is not None for kind in kinds):
-        window = jnp.array([NO_WINDOW if kind.window is None else kind.window for kind in kinds])
+        window = jnp.array([kind.window or NO_WINDOW for kind in kinds])
 
     def kind_of(index):
         return jax.tree.map(lambda of_kinds: of_kinds[index], (table, window))

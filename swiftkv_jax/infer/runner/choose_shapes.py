@@ -128,7 +128,7 @@ def choose_shapes(
 def _max_model_len(config: Config, options: EngineOptions) -> int:
     """Tokens of the longest sequence. Raises `UsageError` if the model, or a page, does not fit."""
     positions = config.max_position_embeddings
-    length = positions if options.max_model_len is None else options.max_model_len
+    length = options.max_model_len or positions
     if length > positions:
         raise UsageError(
             f"`max_model_len`={length} must be from 2 to the model's {positions} positions"

@@ -27,7 +27,7 @@ from jaxtyping import Array, Int
 from ... import __version__
 from ...errors import UsageError
 from ...model.cache import KVCache, Pool, cache_shapes
-from ...model.mesh import dp_size
+from ...model.mesh import dp_size, num_devices
 from ...model.params import Leaf
 from ...plan.hardware import GIB
 from ...process.files import private_directory
@@ -80,8 +80,7 @@ def num_host_pages(options: EngineOptions, layout: Layout, platform: str) -> int
         raise _refusal(f" is for one data-parallel shard, the mesh has {shards}")
     if jax.process_count() > 1:
         raise _refusal(f" is for one process, there are {jax.process_count()}")
-    devices = 1 if layout.mesh is None else layout.mesh.size
-    page = devices * layout.page_bytes(options.page_size)
+    page = num_devices(layout.mesh) * layout.page_bytes(options.page_size)
     unwritten = 0 if options.prefix_cache_dir is None else MAX_UNWRITTEN
     for name, least in (
         ("prefix_cache_host", LEAST_PAGES + unwritten),

@@ -18,6 +18,7 @@ import numpy as np
 from ...errors import OutOfMemoryError, UsageError
 from ...model.attention import Attention
 from ...model.cache import bytes_per_token
+from ...model.mesh import num_devices
 from ...model.model import Model
 from ...pallas_kernels import ImplementationError
 from ..engine.constrained import ConstrainedCall, constrained_call
@@ -180,9 +181,9 @@ class ModelRunner:
             self._compiled = compile_all(lowered, self._on_compile, options, defaults, programs)
         except ImplementationError as error:
             raise UsageError(error.of_option("attention"), option="attention") from error
-        state, limit, mesh = self.layout.state(self.shapes), self._memory_limit, self.layout.mesh
+        state, limit = self.layout.state(self.shapes), self._memory_limit
         if limit is None and self._device.platform == "cpu":
-            limit = host_memory() // (1 if mesh is None else mesh.size)
+            limit = host_memory() // num_devices(self.layout.mesh)
         rows, kept = (state.batch, state.token_counts, state.history), self._kept_bytes
         return memory_plan(self.weights, state.cache, rows, self._compiled, limit, kept)
 

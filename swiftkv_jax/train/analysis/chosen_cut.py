@@ -160,8 +160,7 @@ def _takes_too_long(recipe: RunOptions, config: Config, mesh: Mesh) -> str | Non
 
 
 def _peak(recipe: RunOptions, mesh: Mesh) -> float:
-    dtype = jnp.dtype(recipe.dtype) if recipe.dtype else default_dtype()
-    return peak_flops(mesh, dtype).flops
+    return peak_flops(mesh, jnp.dtype(recipe.dtype or default_dtype())).flops
 
 
 def estimate(config: Config, recipe: RunOptions) -> float:

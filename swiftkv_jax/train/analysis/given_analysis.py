@@ -164,7 +164,7 @@ def warn_over_budget(recipe: RunOptions, config: Config, lost: PerplexityLoss, r
     than the analysis that recommended its K allows, and not so much that it is warned of anyway."""
     if not lost.is_known or lost.is_too_much:
         return
-    folder = recipe.output_dir / FOLDER if recipe.analysis is None else Path(recipe.analysis)
+    folder = Path(recipe.analysis or recipe.output_dir / FOLDER)
     try:
         chosen = read_analysis(folder).recommendation
     except (DataError, UsageError):

@@ -194,7 +194,7 @@ def linear_kl(
     only, all sums but the first are 0: each costs a pass over the logits.
     """
     batch, length, _ = student_x.shape
-    chunk = chunk_length(batch, length, head.shape[0], mesh) if chunk is None else chunk
+    chunk = chunk or chunk_length(batch, length, head.shape[0], mesh)
     sums: Any = _linear_kl(
         _Static(config, temperature, divergence, top_k, chunk),
         student_x,

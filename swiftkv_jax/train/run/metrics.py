@@ -127,7 +127,7 @@ class _TensorBoard:
     the steps from `purge_step` on."""
 
     def __init__(self, folder: Path, first_step: int | None):
-        purge_step = first_step + 1 if first_step else first_step
+        purge_step = first_step and first_step + 1
         suffix = f".{first_step}"  # two attempts in one second would otherwise share a file
         self._writer = report_package("tensorboard").SummaryWriter(
             str(folder), purge_step=purge_step, filename_suffix=suffix

@@ -40,7 +40,7 @@ class StopSignals:
             return self.received
         before = self._pending
         self._pending = _largest(self.received)
-        return 0 if before is None else int(before)
+        return int(before or 0)
 
     def _record(self, number: int, frame: Any) -> None:
         self.received = number

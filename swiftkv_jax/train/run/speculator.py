@@ -26,7 +26,7 @@ from ...errors import DivergenceError
 from ...model.attention import Attention
 from ...model.batch import Batch
 from ...model.config import Config
-from ...model.layers import norm, unembed
+from ...model.layers import head_weights, norm, unembed
 from ...model.model import Model
 from ...model.params import Llama, SwiftKV
 from ...model.sharding import constrain_activations, replicated, to_host
@@ -198,7 +198,6 @@ def init_speculator(config: SpeculatorConfig, llama: Llama, key: Array) -> Specu
     """A speculator with the model's embedding, rescaled, and its output matrix, and matrices that
     keep the size of a state."""
     shapes = speculator_shapes(config, jnp.float32)
-    head = llama.embed if llama.lm_head is None else llama.lm_head
     embed = llama.embed.astype(jnp.float32)
     embed = embed * (config.inner_dim**-0.5 / jnp.std(embed))
     keys = jax.random.split(key, len(shapes.proj))
@@ -208,7 +207,7 @@ def init_speculator(config: SpeculatorConfig, llama: Llama, key: Array) -> Specu
         leaf.shape[1] ** -0.5 * jax.random.normal(one, leaf.shape)
         for one, leaf in zip(keys, shapes.proj, strict=True)
     )
-    head = jnp.copy(head.astype(jnp.float32))  # the speculator's buffers are donated
+    head = jnp.copy(head_weights(llama).astype(jnp.float32))  # the speculator's are donated
     return Speculator(config, (embed,), tuple(proj), (head,), norm=ones[0], cell_norm=ones[1])
 
 
