@@ -14,6 +14,7 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax import UsageError
+from swiftkv_jax.model import quantization
 from swiftkv_jax.model.layers import output_and_mlp
 from swiftkv_jax.model.mesh import MeshShape, make_mesh
 from swiftkv_jax.model.params import Param, ServingBlock, map_params
@@ -199,8 +200,13 @@ def test_product_by_a_kernel(monkeypatch):
 
 
 def test_rows_by_kernels(monkeypatch):
-    """A layer whose kernels make and quantise activations is the one whose products do."""
-    monkeypatch.setattr(choice, "FROM_ROWS", 128)
+    """A layer whose kernels make and quantise activations is the one whose products do. Products
+    stay XLA's."""
+
+    def choose(kernels, name, *calls, rows):
+        return choice.choose_product(kernels if name == "fp8_rows" else None, name, *calls)
+
+    monkeypatch.setattr(quantization, "choose_product", choose)
     config = dataclasses.replace(tiny_model().config, embed_dim=128, mlp_dim=256)
     o, gate_up, down = (
         quantize(random(shape, seed), 1, AUTO)
