@@ -131,7 +131,7 @@ class Recipe(RunOptions):
         at_least=1,
     )
     hidden_loss_weight: float = steering(
-        0.1, "weight of the hidden-state error (default: %(default)s)"
+        0.1, "weight of the hidden-state error (default: %(default)s)", at_least=0
     )
     hidden_loss: HiddenLoss = steering(
         "relative",
@@ -221,8 +221,6 @@ class Recipe(RunOptions):
             if not 0 < value < math.inf:
                 raise UsageError(f"`{name}`={value}: must be above 0 and finite", option=name)
         check_share("warmup_ratio", self.warmup_ratio)
-        if not self.hidden_loss_weight >= 0:
-            raise UsageError(f"`hidden_loss_weight`={self.hidden_loss_weight}: must be at least 0")
         if self.shard_sequence and self.max_length % self.mesh.model:
             raise UsageError(
                 f"`shard_sequence`: `max_length`={self.max_length} must be a multiple of the "

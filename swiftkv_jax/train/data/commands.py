@@ -35,8 +35,6 @@ _PLAIN = "\x1b[0m"
 def prepare(args: argparse.Namespace) -> int:
     """Build one packed dataset per source; print the `--data` flags that name them."""
     options = PrepareOptions(**given(PrepareOptions, args))
-    if options.max_length < 2:
-        raise UsageError(f"`max_length`={options.max_length}: must be at least 2")
     sources = [parse_source(text) for text in options.data]
     tokenizer = _tokenizer(options)
     paths = (

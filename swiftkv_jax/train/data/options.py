@@ -18,7 +18,7 @@ class PrepareOptions:
     data: tuple[str, ...] = option(
         MISSING, "as for training; repeat to add more", metavar="PATH[:WEIGHT]"
     )
-    max_length: int = option(MISSING, "tokens in a packed row")
+    max_length: int = option(MISSING, "tokens in a packed row", at_least=2)
     output_dir: Path = option(
         MISSING,
         "the new folder; with several --data, one that holds a folder for each: 0, 1, ...",
