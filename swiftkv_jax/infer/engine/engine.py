@@ -109,7 +109,7 @@ class Engine[R: ModelRunnerBase]:
         """
         from ..runner.build import build_model_runner
 
-        options = options or EngineOptions()
+        options = EngineOptions() if options is None else options
         runner = build_model_runner(
             model,
             options,
