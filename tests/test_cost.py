@@ -23,16 +23,20 @@ from swiftkv_jax.infer.runner.serving_form import num_bytes, weight_shapes
 from swiftkv_jax.model.attention import Attention
 from swiftkv_jax.model.batch import unpacked_batch
 from swiftkv_jax.model.config import Config, LayerKind
+from swiftkv_jax.model.mesh import make_mesh
 from swiftkv_jax.model.params import llama_shapes, swiftkv_shapes
 from swiftkv_jax.plan.cost import (
     calibration_flops_by_part,
     decode_flops,
     prefill_flops,
     query_scale_flops_by_part,
+    speculator_flops_by_part,
     train_flops_per_token,
 )
 from swiftkv_jax.plan.presets import LLAMA_8B
+from swiftkv_jax.train.dry_run import lower_speculator_step
 from swiftkv_jax.train.loss.distill import distill_sums
+from swiftkv_jax.train.recipe import DEMO
 from tests.lowered import lower_program
 
 # Two layers are two loops of one step each; short rows keep attention, of which XLA computes both
@@ -360,3 +364,14 @@ def test_training_for_own_keys_and_values(remat):
     expected -= train_flops_per_token(wide, LENGTH, remat=remat)
     assert expected == {"none": 2, "layer": 3}[remat] * 2 * 2 * 256 * 4 * 32
     assert counted == pytest.approx(expected, rel=0.1)
+
+
+def test_training_of_a_speculator():
+    """On rows that are long enough for the optimiser's operations to be few."""
+    length = 8 * LENGTH
+    recipe = dataclasses.replace(DEMO, batch_size=1, max_length=length, speculator=2)
+    lowered = lower_speculator_step(recipe, CONFIG, make_mesh((1, 1)), jnp.dtype(jnp.float32))
+    of_a_draft = (4 * CONFIG.embed_dim + CONFIG.vocab_size) * CONFIG.embed_dim
+    parts = speculator_flops_by_part(CONFIG, length, drafts=2, weights=of_a_draft)
+    counted = counted_flops(lowered.compile()) / length
+    assert sum(parts.values()) == pytest.approx(counted, rel=0.05)

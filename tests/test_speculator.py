@@ -18,6 +18,7 @@ from swiftkv_jax.checkpoints.speculators import read_speculator, write_speculato
 from swiftkv_jax.errors import CheckpointError, ConfigError, DivergenceError
 from swiftkv_jax.model.batch import unpacked_batch
 from swiftkv_jax.model.mesh import make_mesh
+from swiftkv_jax.model.params import Llama
 from swiftkv_jax.model.speculator import (
     advance,
     draft_tokens,
@@ -218,7 +219,9 @@ def test_a_head_that_is_not_finite_is_not_returned(monkeypatch):
     config = SpeculatorConfig("sum_lstm", 2, V, hidden_dim=D, inner_dim=INNER)
     shapes = speculator_shapes(config, jnp.float32)
     head = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), shapes)
-    model: Any = types.SimpleNamespace(config=None, dtype=jnp.float32, llama=None, swiftkv=None)
+    nothing: Any = None
+    llama = Llama(jnp.zeros(()), nothing, nothing, nothing, None, None)
+    model: Any = types.SimpleNamespace(config=None, dtype=jnp.float32, llama=llama, swiftkv=None)
     batch = jax.tree.map(np.asarray, unpacked_batch(jnp.zeros((2, 4), jnp.int32)))
     local = types.SimpleNamespace(batch=batch)
 

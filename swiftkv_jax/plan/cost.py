@@ -192,6 +192,20 @@ def train_flops_by_part(config: Config, length: int, *, remat: Remat = "none") -
     } | prompt
 
 
+def speculator_flops_by_part(
+    config: Config, length: int, *, drafts: int, weights: int
+) -> dict[str, float]:
+    """Operations per token of a step that trains a speculator, of whose weights a token is
+    multiplied by so many for each of its drafts. The student runs forward, with about as many
+    operations as the teacher; logits of drafts are recomputed in the backward pass."""
+    return {
+        "student, counted as the teacher": _layers_flops(config, range(config.num_layers), length)
+        / length,
+        "its output matrix": 2 * config.vocab_size * config.embed_dim,
+        "speculator, twice forward, and backward": drafts * 4 * 2 * weights,
+    }
+
+
 def calibration_flops_by_part(config: Config, length: int) -> dict[str, float]:
     """Operations per token of the passes of `calibration` over rows of `length` tokens: the
     teacher, and of each upper layer that is fitted the sums that `calibration.moments` takes. Those

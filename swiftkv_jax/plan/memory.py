@@ -91,6 +91,31 @@ def training_memory(
     return memory
 
 
+def speculator_memory(
+    config: Config,
+    mesh: Mesh | AbstractMesh,
+    dtype: jnp.dtype,
+    *,
+    weights: int,
+    micro_batches: int = 1,
+) -> dict[str, float]:
+    """Bytes of one device at the peak of a step that trains a speculator of so many weights on a
+    student, by kind. Each device holds all of them. Activations are small beside these and not
+    counted."""
+    where: Any = mesh
+    delta = sharded_bytes(swiftkv_shapes(config, jnp.float32), swiftkv_shardings(config, where))
+    memory = {
+        f"the student's weights, {dtype}": _weights(config, where, dtype),
+        "delta, float32, and its moments": 3 * delta,
+        f"delta in {dtype}": delta * dtype.itemsize / 4,
+        "speculator, float32, and its moments": 12.0 * weights,
+        f"speculator in {dtype}, and its gradient": (2.0 * dtype.itemsize + 4) * weights,
+    }
+    if micro_batches > 1:
+        memory["sum of the micro-batches' gradients, float32"] = 4.0 * weights
+    return memory
+
+
 def calibration_memory(
     config: Config, mesh: Mesh | AbstractMesh, dtype: jnp.dtype, *, rows: int, length: int
 ) -> dict[str, float]:

@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
     if planned.dry_run:
         if options.keep_delta:
             raise UsageError("`dry_run`: there is none of `keep_delta`, which fits nothing")
-        from .dry_run import plan_calibration
+        from .calibration_plan import plan_calibration
 
         plan_calibration(options, planned.topology)
         return cli.OK

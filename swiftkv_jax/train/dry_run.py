@@ -1,4 +1,4 @@
-"""Plans of training and of calibration, from `config.json` alone: memory by kind, operations, time.
+"""The plan of a training, from `config.json` alone: memory by kind, operations, time.
 
 The options' `model` may also be one of `presets.PRESETS`. With a `topology` the programs are also
 compiled, for machines that need not exist, which gives their compiler's own figures.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import os
 import time
 from pathlib import Path
@@ -18,34 +17,27 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from ..calibration import SLOPE_TOKENS
-from ..calibration.attenuation import score_products
-from ..calibration.moments import (
-    add_batch,
-    inputs_of_values,
-    moment_shapes,
-    moment_shardings,
-    num_inputs,
-)
 from ..checkpoints import auxiliary_files_of
 from ..checkpoints.foreign import missing
 from ..errors import CheckpointError, OutOfMemoryError
-from ..model.attention import Attention
 from ..model.batch import Batch
 from ..model.config import Config
-from ..model.cut import describe_cut, ungrouped
+from ..model.cut import describe_cut
 from ..model.mesh import MeshShape, make_mesh
 from ..model.params import llama_shapes, swiftkv_shapes
-from ..model.sharding import batch_sharding, llama_shardings, swiftkv_shardings
+from ..model.sharding import llama_shardings, replicated, swiftkv_shardings
+from ..model.speculator import Speculator, speculator_shapes
 from ..plan.cost import (
-    calibration_flops_by_part,
-    kv_width,
-    query_scale_flops_by_part,
+    speculator_flops_by_part,
     stored_layer_weights,
     train_flops_by_part,
 )
 from ..plan.hardware import GIB, hardware_of
-from ..plan.memory import calibration_host_memory, calibration_memory, fits, training_memory
+from ..plan.memory import (
+    fits,
+    speculator_memory,
+    training_memory,
+)
 from ..plan.presets import PRESETS
 from ..plan.tables import (
     count_devices,
@@ -57,11 +49,11 @@ from ..plan.tables import (
 )
 from ..plan.topology import ENVIRONMENT, topology_mesh
 from .analysis.given_analysis import with_analysis
-from .calibrate_options import CalibrationOptions
 from .recipe import Recipe
 from .run.setup import check_loss, check_trainable, cut_model
+from .run.speculator import make_speculator_optimizer, make_speculator_step, trained_speculator
 from .run.start import calibration_tokens
-from .run.step import make_optimizer, make_train_step, state_shapes
+from .run.step import make_optimizer, make_train_step, micro_batch_sharding, state_shapes
 from .run_options import RunOptions
 
 logger = logging.getLogger(__name__)
@@ -136,6 +128,8 @@ def plan_training(recipe: Recipe, topology: str | None) -> None:
         "\n".join(times),
         serving_table(config, dtype, recipe.max_length),
     ]
+    if recipe.speculator:
+        parts.append(describe_speculator(recipe, config, mesh, dtype))
     if recipe.init == "closed-form":
         count = calibration_tokens(recipe, config)
         parts.append(
@@ -146,6 +140,12 @@ def plan_training(recipe: Recipe, topology: str | None) -> None:
         lowered = lower_step(recipe, config, mesh, dtype)
         held = "weights, delta and moments"
         compile_and_report(lowered, mesh, "train step", held, total, _advice(recipe))
+        if recipe.speculator:
+            lowered = lower_speculator_step(recipe, config, mesh, dtype)
+            held = "weights, delta, speculator and moments"
+            total = sum(_speculator_memory(recipe, config, mesh, dtype).values())
+            advice = "fewer `gradient_accumulation_steps`, or devices with more memory"
+            compile_and_report(lowered, mesh, "speculator's step", held, total, advice)
 
 
 def memory_of_a_step(
@@ -166,10 +166,7 @@ def memory_of_a_step(
 
 def describe_training(recipe: Recipe, config: Config, mesh: Any, dtype: jnp.dtype) -> str:
     """Two lines: the model and its cut, and the batch on the devices."""
-    frozen, trained = (
-        sum(leaf.size for leaf in jax.tree.leaves(shapes))
-        for shapes in (llama_shapes(config), swiftkv_shapes(config))
-    )
+    frozen, trained = (_size(shapes) for shapes in (llama_shapes(config), swiftkv_shapes(config)))
     rows = recipe.micro_batch_size // recipe.mesh.rows
     return (
         f"{frozen:,} frozen and {trained:,} trained parameters; "
@@ -178,6 +175,50 @@ def describe_training(recipe: Recipe, config: Config, mesh: Any, dtype: jnp.dtyp
         f"{recipe.batch_size} rows of {recipe.max_length:,} tokens in "
         f"{recipe.gradient_accumulation_steps} micro-batches, {rows} rows to a device"
     )
+
+
+def describe_speculator(recipe: Recipe, config: Config, mesh: Any, dtype: jnp.dtype) -> str:
+    """Memory, operations and time of the speculator's training after the distillation."""
+    drafts, shapes = recipe.speculator or 0, _speculator_shapes(recipe, config)
+    memory = _speculator_memory(recipe, config, mesh, dtype)
+    used = shapes.proj[-1].size + shapes.head[-1].size
+    flops = speculator_flops_by_part(config, recipe.max_length, drafts=drafts, weights=used)
+    tokens = recipe.batch_size * recipe.max_length
+    times = table_of_times(
+        mesh,
+        sum(memory.values()),
+        lambda speed: f"{tokens * sum(flops.values()) / speed:9.2f} s a step",
+    )
+    return "\n".join(
+        [
+            f"then a speculator of {drafts} drafts, {_size(shapes):,} weights, in "
+            f"{recipe.speculator_steps:,} steps of as many rows\n",
+            table_of_bytes("memory per device", memory) + "\n",
+            table_of_flops(flops) + "\n",
+            *times,
+        ]
+    )
+
+
+def _speculator_memory(
+    recipe: Recipe, config: Config, mesh: Any, dtype: jnp.dtype
+) -> dict[str, float]:
+    return speculator_memory(
+        config,
+        mesh,
+        dtype,
+        weights=_size(_speculator_shapes(recipe, config)),
+        micro_batches=recipe.gradient_accumulation_steps,
+    )
+
+
+def _speculator_shapes(recipe: Recipe, config: Config) -> Speculator:
+    assert recipe.speculator is not None
+    return speculator_shapes(trained_speculator(recipe.speculator, config), jnp.float32)
+
+
+def _size(shapes: Any) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
 def _fsdp_bytes(recipe: Recipe, config: Config) -> float:
@@ -200,67 +241,6 @@ def _advice(recipe: Recipe) -> str:
     return "more devices along fsdp or model in `mesh`, or a shorter `max_length`"
 
 
-# Calibration ------------------------------------------------------------------
-
-
-def plan_calibration(options: CalibrationOptions, topology: str | None) -> None:
-    """Print the plan of a calibration. Raises as `plan_training`."""
-    config, mesh, options, dtype = planned_model(options, topology)
-    rows = options.micro_batch_size
-    length = options.max_length
-    batch = rows * length
-
-    def in_batches(tokens: int) -> int:
-        return math.ceil(tokens / batch) * batch
-
-    memory = calibration_memory(config, mesh, dtype, rows=rows, length=length)
-    total = sum(memory.values())
-    flops = calibration_flops_by_part(config, length)
-    tokens = calibration_tokens(options, config)
-    whole = sum(flops.values()) * in_batches(tokens)
-    scale = query_scale_flops_by_part(config, length) if config.has_two_caches else {}
-    whole += sum(scale.values()) * in_batches(SLOPE_TOKENS)
-    times = table_of_times(mesh, total, lambda speed: f"{whole / speed:>10,.0f} s")
-    groups = ", and what layers share" if config.key_value_group_size > 1 else ""
-    host = f"{host_flops(config) / 1e12:,.1f} TFLOP in float64{groups}"
-    size = num_inputs(config)
-    parts = [
-        f"calibration of {describe_cut(config, config.num_layers)} on {tokens:,} tokens: "
-        f"{math.ceil(tokens / batch)} batches of {rows} rows of {length:,}, more where rows have "
-        f"padding\nmesh {options.mesh} ({count_devices(mesh)}), {dtype}; then one factorisation of "
-        f"{size:,} x {size:,} numbers per upper layer on the host",
-        table_of_bytes("memory per device", memory),
-        table_of_bytes("memory of the host", calibration_host_memory(config, dtype)),
-        table_of_flops(flops),
-        "\n".join([*times, f"then on the host: least squares, {host}"]),
-    ]
-    if scale:
-        parts.append(
-            f"then a pass over {in_batches(SLOPE_TOKENS):,} of these tokens for the scale of "
-            f"queries\n{table_of_flops(scale)}"
-        )
-    print("\n\n".join([*parts, serving_table(config, dtype, length)]))
-    if topology is None:
-        return
-    advice = "more devices along fsdp or model in `mesh`, or a smaller `batch_size`"
-    lowered = lower_batch(options, config, mesh, dtype)
-    held = "weights and second moments"
-    compile_and_report(lowered, mesh, "calibration", held, total, advice)
-    if scale:
-        lowered = lower_query_scale(options, config, mesh, dtype)
-        compile_and_report(lowered, mesh, "scale of queries", "weights and delta", total, advice)
-
-
-def host_flops(config: Config) -> float:
-    """Operations of the least squares of all fitted layers and maps."""
-    fitted = config.num_layers - config.first_projected_layer
-    factored = {num_inputs(config), len(inputs_of_values(config))}
-    products = sum(4 * size**2 * kv_width(config) / len(factored) for size in factored)
-    layers = fitted * (sum(size**3 / 3 for size in factored) + products)
-    size = config.embed_dim + config.prompt_mlp_neurons
-    return layers + config.prompt_attention_layers * size**2 * (size / 3 + 2 * config.embed_dim)
-
-
 # The compiler's figures -------------------------------------------------------
 
 
@@ -269,52 +249,37 @@ def lower_step(recipe: Recipe, config: Config, mesh: Any, dtype: jnp.dtype) -> j
     optimizer = make_optimizer(recipe, _STEPS)
     step = make_train_step(config, recipe, optimizer, mesh)
     shape = (recipe.gradient_accumulation_steps, recipe.micro_batch_size, recipe.max_length)
-    batch = _batch_shapes(shape, own=config.generated_kv != "boundary")
+    batch = batch_shapes(shape, own=config.generated_kv != "boundary")
     return step.lower(state_shapes(config, optimizer), llama_shapes(config, dtype), batch, True)
 
 
-def lower_batch(
-    options: CalibrationOptions, config: Config, mesh: Any, dtype: jnp.dtype
+def lower_speculator_step(
+    recipe: Recipe, config: Config, mesh: Any, dtype: jnp.dtype
 ) -> jax.stages.Lowered:
-    """The pass over one batch, as `lower_step`."""
-    delta = swiftkv_shapes(config, dtype)
-    where = swiftkv_shardings(config, mesh)
-    return add_batch.lower(
-        ungrouped(config),
-        Attention(mesh, options.attention),
-        _on_mesh(moment_shapes(config), moment_shardings(config, mesh)),
-        _on_mesh(llama_shapes(config, dtype), llama_shardings(config, mesh)),
-        _batch_on_mesh(options, mesh),
-        None if delta.prompt_mlp is None else _on_mesh(delta.prompt_mlp, where.prompt_mlp),
+    """The step that trains the speculator, as `lower_step`."""
+    optimizer = make_speculator_optimizer(recipe)
+    step = make_speculator_step(recipe, config, optimizer, mesh)
+    speculator = _speculator_shapes(recipe, config)
+    shape = (recipe.gradient_accumulation_steps, recipe.micro_batch_size, recipe.max_length)
+    batch = batch_shapes(shape, own=config.generated_kv != "boundary")
+    trained = speculator, jax.eval_shape(optimizer.init, speculator)
+    trained = on_mesh(trained, jax.tree.map(lambda _: replicated(mesh), trained))
+    return step.lower(
+        *trained,
+        on_mesh(llama_shapes(config, dtype), llama_shardings(config, mesh)),
+        on_mesh(swiftkv_shapes(config, dtype), swiftkv_shardings(config, mesh)),
+        on_mesh(batch, jax.tree.map(lambda _: micro_batch_sharding(mesh), batch)),
     )
 
 
-def lower_query_scale(
-    options: CalibrationOptions, config: Config, mesh: Any, dtype: jnp.dtype
-) -> jax.stages.Lowered:
-    """The second pass over one batch, as `lower_step`."""
-    return score_products.lower(
-        config,
-        Attention(mesh, options.attention),
-        _on_mesh(llama_shapes(config, dtype), llama_shardings(config, mesh)),
-        _on_mesh(swiftkv_shapes(config, dtype), swiftkv_shardings(config, mesh)),
-        _batch_on_mesh(options, mesh),
-    )
-
-
-def _batch_shapes(shape: tuple[int, ...], *, own: bool = False) -> Batch:
+def batch_shapes(shape: tuple[int, ...], *, own: bool = False) -> Batch:
     integers, floats, bools = (
         jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32, jnp.bool_)
     )
     return Batch(integers, integers, integers, floats, bools if own else None)
 
 
-def _batch_on_mesh(options: CalibrationOptions, mesh: Mesh) -> Batch:
-    batch = _batch_shapes((options.micro_batch_size, options.max_length))
-    return _on_mesh(batch, jax.tree.map(lambda _: batch_sharding(mesh), batch))
-
-
-def _on_mesh(shapes: Any, shardings: Any) -> Any:
+def on_mesh(shapes: Any, shardings: Any) -> Any:
     return jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
         shapes,

@@ -23,12 +23,8 @@ from swiftkv_jax.plan.presets import (
 )
 from swiftkv_jax.plan.topology import topology_mesh
 from swiftkv_jax.train.calibrate_options import CalibrationOptions
-from swiftkv_jax.train.dry_run import (
-    lower_batch,
-    lower_query_scale,
-    lower_step,
-    memory_of_a_step,
-)
+from swiftkv_jax.train.calibration_plan import lower_batch, lower_query_scale
+from swiftkv_jax.train.dry_run import lower_step, memory_of_a_step
 from swiftkv_jax.train.recipe import Recipe
 from tests.compile.compiled import with_kernels
 

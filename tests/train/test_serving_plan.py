@@ -1,6 +1,7 @@
 """What a plan prints about serving."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -66,3 +67,14 @@ def test_dry_runs_print_it(command, capsys):
         flags += ["--output-dir", "unused"]
     assert main([*command, *flags]) == 0
     assert "served (own, tail 64)" in capsys.readouterr().out
+
+
+def test_a_speculator_is_planned(capsys):
+    """12 bytes a weight for itself and its moments, 8 for its gradient and bfloat16 copy; beside
+    fsdp=8 it is the larger part."""
+    flags = "--dry-run --model llama-3.1-8b --speculator 3 --mesh fsdp=8 --batch-size 8"
+    assert main([*flags.split()]) == 0
+    _, _, plan = capsys.readouterr().out.partition("then a speculator of 3 drafts, ")
+    assert plan.startswith("1,184,907,264 weights, in 3,000 steps")
+    assert re.search(r"speculator, float32, and its moments +13\.24\n", plan)
+    assert re.search(r"\ntotal +24\.60\n", plan)

@@ -77,16 +77,9 @@ def train_speculator(
 ) -> None:
     """Train a speculator for the student of a finished run and write it into the output folder.
     `step` is the step that the student is of. With several processes, all of them call this."""
-    assert model.swiftkv is not None and recipe.speculator is not None
+    assert model.swiftkv is not None and recipe.speculator
     model = dataclasses.replace(model, swiftkv=cast(model.swiftkv, model.dtype))
-    config = SpeculatorConfig(
-        "sum_lstm",
-        recipe.speculator,
-        model.config.vocab_size,
-        hidden_dim=model.config.embed_dim,
-        inner_dim=model.config.embed_dim,
-        scale_input=True,
-    )
+    config = trained_speculator(recipe.speculator, model.config)
     init = jax.jit(init_speculator, static_argnums=0, out_shardings=replicated(mesh))
     speculator = init(config, model.llama, jax.random.key(recipe.seed))
     speculator = cast(_fit(recipe, speculator, model, data, mesh), model.dtype)
@@ -106,34 +99,27 @@ def train_speculator(
     logger.info("the speculator is in %s", folder)
 
 
+def trained_speculator(drafts: int, config: Config) -> SpeculatorConfig:
+    """The head for a student: an LSTM as wide as its hidden state, whose steps share weights."""
+    return SpeculatorConfig(
+        "sum_lstm",
+        drafts,
+        config.vocab_size,
+        hidden_dim=config.embed_dim,
+        inner_dim=config.embed_dim,
+        scale_input=True,
+    )
+
+
 def _fit(
     recipe: Recipe, speculator: Speculator, model: Model, data: DatasetMixture, mesh: Mesh
 ) -> Speculator:
     """The speculator after the steps of the recipe. The one that is given is donated. Raises
     `DivergenceError`."""
     steps, peak = recipe.speculator_steps, recipe.speculator_learning_rate
-    warmup = max(1, round(WARMUP_SHARE * steps))
-    rate = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(steps, warmup + 1))
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(recipe.max_grad_norm),
-        optax.adamw(rate, weight_decay=WEIGHT_DECAY),
-    )
+    optimizer = make_speculator_optimizer(recipe)
     opt_state = jax.jit(optimizer.init, out_shardings=replicated(mesh))(speculator)
-    sums_of = functools.partial(_sums_of_student, recipe, model.config, mesh)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def train_step(speculator, opt_state, llama, delta, micro_batches):
-        def loss(speculator, batch):
-            sums = sums_of(cast(speculator, model.dtype), llama, delta, batch)
-            return sums.loss, sums
-
-        gradient_and_sums = functools.partial(jax.grad(loss, has_aux=True), speculator)
-        gradient, sums = sum_of_micro_batches(gradient_and_sums, micro_batches)
-        places = jnp.maximum(sums.places[0], 1)
-        gradient = jax.tree.map(lambda leaf: leaf / places, gradient)
-        updates, opt_state = optimizer.update(gradient, opt_state, speculator)
-        return optax.apply_updates(speculator, updates), opt_state, sums
-
+    train_step = make_speculator_step(recipe, model.config, optimizer, mesh)
     sharder = BatchSharder(
         micro_batch_sharding(mesh), (recipe.gradient_accumulation_steps, recipe.micro_batch_size)
     )
@@ -161,6 +147,40 @@ def _fit(
                     )
                 logger.info("speculator step %d: loss %.3f", number, loss)
     return speculator
+
+
+def make_speculator_optimizer(recipe: Recipe) -> optax.GradientTransformation:
+    """AdamW, with a warm-up and a cosine."""
+    steps, peak = recipe.speculator_steps, recipe.speculator_learning_rate
+    warmup = max(1, round(WARMUP_SHARE * steps))
+    rate = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(steps, warmup + 1))
+    return optax.chain(
+        optax.clip_by_global_norm(recipe.max_grad_norm),
+        optax.adamw(rate, weight_decay=WEIGHT_DECAY),
+    )
+
+
+def make_speculator_step(
+    recipe: Recipe, config: Config, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> Any:
+    """`step(speculator, opt_state, llama, delta, micro_batches)`, compiled, which returns the first
+    two and the `Sums`; they are donated. The student's weights are `llama` and `delta`."""
+    sums_of = functools.partial(_sums_of_student, recipe, config, mesh)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(speculator, opt_state, llama, delta, micro_batches):
+        def loss(speculator, batch):
+            sums = sums_of(cast(speculator, llama.embed.dtype), llama, delta, batch)
+            return sums.loss, sums
+
+        gradient_and_sums = functools.partial(jax.grad(loss, has_aux=True), speculator)
+        gradient, sums = sum_of_micro_batches(gradient_and_sums, micro_batches)
+        places = jnp.maximum(sums.places[0], 1)
+        gradient = jax.tree.map(lambda leaf: leaf / places, gradient)
+        updates, opt_state = optimizer.update(gradient, opt_state, speculator)
+        return optax.apply_updates(speculator, updates), opt_state, sums
+
+    return step
 
 
 def _accepted_shares(
