@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.shapes import Shapes, has_own_start
+from swiftkv_jax.infer.runner.adapters import init_adapters
 from swiftkv_jax.infer.runner.host_pages import LEAST_PAGES, MoveProgram
 from swiftkv_jax.infer.runner.kv_heads import with_kv_head_copies
 from swiftkv_jax.infer.runner.layout import Layout
@@ -39,14 +41,16 @@ def lower_program(
     dtype=jnp.bfloat16,
     cache_dtype=None,
     quantization: Scheme | None = None,
+    adapters: int = 0,
     mesh: Mesh | None = None,
     implementation: Implementation | None = None,
 ) -> jax.stages.Lowered:
     """One program for `batch` sequences of at most `max_model_len` tokens, lowered without a
     checkpoint.
 
-    `num_pages` are those of the KV cache, None as many as prompts of all sequences can fill. The
-    devices of `mesh` need not exist (`topology.topology_mesh`).
+    `num_pages` are those of the KV cache, None as many as prompts of all sequences can fill. There
+    are places for so many `adapters`, of the default rank. The devices of `mesh` need not exist
+    (`topology.topology_mesh`).
     """
     shards = dp_size(mesh)
     served = served_config(config, swiftkv, mesh=mesh).at_length(max_model_len)
@@ -67,11 +71,17 @@ def lower_program(
         scoring=False,
         has_own_start=has_own_start(served),
         pages_per_own_page=served.pages_per_own_page,
+        num_adapters=adapters,
     )
     shapes = dataclasses.replace(shapes, **_shapes_of(program, page_size))
     weights = weight_shapes(config, swiftkv, dtype, quantization, mesh)
     attention = Attention(mesh, implementation)
     layout = Layout(served, cache_dtype or dtype, mesh)
+    if adapters:
+        options = EngineOptions(enable_lora=True, max_loras=adapters)
+        places = jax.eval_shape(lambda: init_adapters(served, options, dtype, None))
+        places = jax.tree.map(lambda leaf: layout.array(leaf.shape, leaf.dtype), places)
+        weights = dataclasses.replace(weights, adapters=places)
     return lower_all(layout, shapes, weights, attention)[program]()
 
 

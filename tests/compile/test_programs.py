@@ -83,6 +83,18 @@ def test_decode(name):
     assert memory.temp_size_in_bytes <= bound * MIB
 
 
+@pytest.mark.parametrize("name", ["8B on an H200", "8B on a v6e"])
+def test_decode_with_adapters(name):
+    """Four of rank 16 beside the model: no array of a size near that of a weight is made of
+    them."""
+    config, topology, mesh, _ = MACHINES[name]
+    lowered = lower_program(
+        config, DecodeProgram(SLOTS), **SHAPE, adapters=4, mesh=topology_mesh(topology, mesh)
+    )
+    memory = check(name, lowered, config, True, kernels_on_gpu=2)
+    assert memory.temp_size_in_bytes <= 64 * MIB
+
+
 @pytest.mark.parametrize("name", ["8B on an H200", "70B on 8 H200", "8B on a v6e", "70B on 4 v5p"])
 def test_moves_of_pages_to_the_host_and_back(name):
     """They return and take arrays in host memory, and update the cache in place. Temporaries are
