@@ -44,36 +44,44 @@ _PLACE = re.compile(r"(\w+)\.(\d+)\.(.+)")
 def read_speculator(path: Path, dtype: Any) -> Speculator:
     """The speculator in a folder, in NumPy. Raises `CheckpointError` and `ConfigError` for a tensor
     that is missing, unknown, of another shape or damaged, and for copies that differ."""
-    config, layout = _read_config(path)
-    shapes = speculator_shapes(config, dtype)
-    names = layout.names(shapes)
-    problems: dict[str, list[str]] = collections.defaultdict(list)
-    found: dict[str, Stored] = {}
-    for file in _weight_files(path):
-        for tensor in read_header(file)[0]:
-            name = layout.first_copy(tensor.name.removeprefix("speculator."), config)
-            if config.n_predict == 1 and name in _SECOND:
-                continue
-            if name not in found:
-                found[name] = tensor
-            elif not same_values(found[name], tensor):
-                problems["copies of tied weights that differ"].append(tensor.name)
-    leaves, tree = jax.tree.flatten(shapes)
-    of_leaves = tree.flatten_up_to(names)
-    expected: dict[str, Expected] = {}
-    for leaf, joined in zip(leaves, of_leaves, strict=True):
-        rows = leaf.shape[0] // len(joined)
-        expected |= {name: ((rows, *leaf.shape[1:]), WIDE) for name in joined}
-    stored = {name: (tensor.shape, tensor.code) for name, tensor in found.items()}
-    check_no_problems(path, problems | differences(expected, stored))
+    shapes, names, found = _open(path, dtype)
+    copies = [(first, copy) for first, *others in found.values() for copy in others]
+    differ = [copy.name for first, copy in copies if not same_values(first, copy)]
+    check_no_problems(path, {"copies of tied weights that differ": differ})
 
     def read(leaf: jax.ShapeDtypeStruct, joined: tuple[str, ...]) -> np.ndarray:
         out = np.empty(leaf.shape, leaf.dtype)
         for name, rows in zip(joined, np.split(out, len(joined)), strict=True):
-            read_into(rows, found[name], tuple(slice(0, size) for size in rows.shape))
+            read_into(rows, found[name][0], tuple(slice(0, size) for size in rows.shape))
         return out
 
-    return jax.tree.unflatten(tree, map(read, leaves, of_leaves))
+    return jax.tree.map(read, shapes, names)
+
+
+def check_tensors(path: Path) -> None:
+    """Raise as `read_speculator`, but for what only the values of tensors tell."""
+    _open(path, np.float32)
+
+
+def _open(path: Path, dtype: Any) -> tuple[Speculator, Any, Mapping[str, list[Stored]]]:
+    """(`speculator_shapes`, the names of the tensors of each, the copies of each name)."""
+    config, layout = _read_config(path)
+    shapes = speculator_shapes(config, dtype)
+    names = layout.names(shapes)
+    found: dict[str, list[Stored]] = collections.defaultdict(list)
+    for file in _weight_files(path):
+        for tensor in read_header(file)[0]:
+            name = layout.first_copy(tensor.name.removeprefix("speculator."), config)
+            if config.n_predict > 1 or name not in _SECOND:
+                found[name].append(tensor)
+    leaves, tree = jax.tree.flatten(shapes)
+    expected: dict[str, Expected] = {}
+    for leaf, joined in zip(leaves, tree.flatten_up_to(names), strict=True):
+        rows = leaf.shape[0] // len(joined)
+        expected |= {name: ((rows, *leaf.shape[1:]), WIDE) for name in joined}
+    stored = {name: (first.shape, first.code) for name, (first, *_) in found.items()}
+    check_no_problems(path, differences(expected, stored))
+    return shapes, names, found
 
 
 def write_speculator(speculator: Speculator, path: Path) -> None:
@@ -176,6 +184,8 @@ def _read_config(path: Path) -> tuple[SpeculatorConfig, _Layout]:
 
 
 def _parse_config(fields: Mapping[str, Any]) -> tuple[SpeculatorConfig, _Layout]:
+    check_kind("architectures", fields.get("architectures"), "list")
+    check_kind("method", fields.get("method"), "text")
     kinds = (fields.get("speculators_model_type"), fields.get("model_type"))
     kinds += tuple(fields.get("architectures") or ())
     for kind in filter(None, kinds):

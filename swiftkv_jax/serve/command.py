@@ -29,7 +29,8 @@ from ..infer.engine.engine import Engine
 from ..infer.engine.options import EngineOptions
 from ..infer.engine.requests import Request
 from ..infer.engine.sampling_params import SamplingParams
-from ..infer.runner.build import check_speculator
+from ..infer.runner.build import check_speculative
+from ..infer.runner.serving_form import served_config
 from ..infer.structured.structured_outputs import GrammarCompiler
 from ..model.model import Model
 from ..process.distributed import announces_several
@@ -74,6 +75,7 @@ def main(args: argparse.Namespace) -> int:
     from . import processes, server  # after the look for their packages
 
     def load(mesh: Mesh | None, report: server.Report) -> server.Loaded:
+        check_options(engine_options, model_options, mesh)
         model = read_model(model_options, mesh)
         defaults = checkpoint_params(model) | sampling
         if "temperature" not in defaults:
@@ -113,7 +115,6 @@ def main(args: argparse.Namespace) -> int:
             modules[name] = local_path(path, weights=False)
         taken = options.served_model_name or (model_options.name,)
         check_lora_modules(modules, engine_options, source.config, taken)
-        check_speculator(engine_options.speculative, source.config)
         if not has_tokenizer(files):
             raise UsageError("this checkpoint has no tokenizer: a server needs one")
         if template is None and not has_chat_template(files.contents):
@@ -144,6 +145,16 @@ def main(args: argparse.Namespace) -> int:
         open_model(model_options)  # a download ends before the others are waited for
         return processes.run(model_options, engine_options, options.stall_timeout, load, serve)
     return serve(lambda report: load(setup_model_devices(model_options), report))
+
+
+def check_options(options: EngineOptions, model_options: ModelOptions, mesh: Mesh | None) -> None:
+    """Raise `UsageError`, `CheckpointError` or `ConfigError` for what the model cannot be served
+    with, before its weights are read."""
+    source, swiftkv = open_model(model_options), model_options.uses_swiftkv
+    swiftkv = source.has_delta if swiftkv is None else swiftkv
+    generated_kv, exact_tail = options.generated_kv, options.exact_tail
+    served = served_config(source.config, swiftkv, generated_kv, exact_tail, mesh=mesh)
+    check_speculative(options.speculative, served)
 
 
 def model_facts(model: Model, mesh: Mesh | None, swiftkv: bool) -> dict[str, str]:

@@ -14,11 +14,14 @@ import pytest
 import yaml
 
 from swiftkv_jax import demo
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.cli.model_options import ModelOptions
+from swiftkv_jax.errors import CheckpointError, UsageError
 from swiftkv_jax.infer.__main__ import main
 from swiftkv_jax.infer.commands.chat_template import chat_template_text, set_chat_template
+from swiftkv_jax.infer.engine.options import EngineOptions, SpeculativeConfig
 from swiftkv_jax.serve import arguments, command
 from swiftkv_jax.text.chat_template import render_chat
+from tests import test_speculator as heads
 from tests.checkpoints.test_adapters import adapter
 from tests.infer.conftest import CHAT_TEMPLATE
 from tests.serve.process import ROOT, SMALL, serving
@@ -145,6 +148,18 @@ def test_the_packaged_chat_template(tokenizer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plain").write_text("mine")
     assert chat_template_text(Path("plain")) == "mine"
+
+
+def test_speculation_is_checked_before_the_model_is_read(tmp_path):
+    """The files of a head, by their headers."""
+    fields = heads.ARCTIC | {"vocab_size": 2048, "input_hidden_dim": 128}
+    head = heads.write(tmp_path / "head", fields, {})
+    options = EngineOptions(speculative=SpeculativeConfig(model=str(head)))
+    with pytest.raises(CheckpointError, match="head: missing: forget_emb.0.weight"):
+        command.check_options(options, ModelOptions(model=str(demo.SWIFTKV)), None)
+    (head / "model.safetensors").rename(head / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pytorch_model.bin: pickle files can run code"):
+        command.check_options(options, ModelOptions(model=str(demo.SWIFTKV)), None)
 
 
 @pytest.mark.long

@@ -32,8 +32,9 @@ class SpeculativeConfig:
     Raises `UsageError` for a value out of range.
     """
 
-    num_speculative_tokens: int = MAX_SPECULATIVE_TOKENS
-    """Most drafts of a sequence in a step. Calls with many rows draft fewer."""
+    num_speculative_tokens: int | None = None
+    """Most drafts of a sequence in a step. Calls with many rows draft fewer. None: 15, or fewer
+    where the decode kernels take fewer of the model."""
     prompt_lookup_min: int = 2
     """Fewest tokens at the end of a text that must have occurred in it before."""
     prompt_lookup_max: int = MAX_LOOKUP
@@ -54,6 +55,8 @@ class SpeculativeConfig:
             ("prompt_lookup_max", self.prompt_lookup_min, MAX_LOOKUP),
         ):
             value = getattr(self, name)
+            if value is None and name == "num_speculative_tokens":
+                continue
             if type(value) is not int or not least <= value <= most:
                 raise UsageError(
                     f"`speculative_config.{name}`={value!r} must be a whole number from {least} to "
@@ -66,6 +69,13 @@ class SpeculativeConfig:
                     f"`speculative_config.{name}`={value!r} must be true or false",
                     option="speculative_config",
                 )
+        named = isinstance(self.model, str | Path) and str(self.model)
+        if self.model is not None and not named:
+            raise UsageError(
+                f"`speculative_config.model`={self.model!r} must be the folder of a speculator, or "
+                f"its name on the Hub",
+                option="speculative_config",
+            )
         if self.model is None and not self.enable_suffix_decoding:
             raise UsageError(
                 "`speculative_config.enable_suffix_decoding`=False needs a `model` that drafts",

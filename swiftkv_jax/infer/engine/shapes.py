@@ -88,6 +88,11 @@ class Shapes:
     """Places for adapters; 0 for programs without any."""
 
     @property
+    def most_drafts(self) -> int:
+        """Most drafts of a sequence in a step; 0 without speculation."""
+        return max(self.widths, default=1) - 1
+
+    @property
     def history_size(self) -> int:
         """Places of a row of text in which drafts are looked up; 0 without speculation."""
         return lookup_places(self.table_pages * self.page_size) if self.widths else 0

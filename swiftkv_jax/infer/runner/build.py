@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -18,13 +19,14 @@ from ...model.cache import cache_dtype
 from ...model.config import Config
 from ...model.mesh import check_mesh, dp_size, mesh_of
 from ...model.model import Model, check_model
+from ...model.speculator import Speculator
 from ...model.stacks import cast
 from ...pallas_kernels import Implementation
 from ...plan.hardware import hardware_of
 from ..engine.options import EngineOptions, SpeculativeConfig
 from ..engine.shapes import Shapes
 from .adapters import check_adapters, init_adapters
-from .choose_shapes import RIDGE_TOKENS, choose_shapes, with_contexts
+from .choose_shapes import RIDGE_TOKENS, choose_shapes, widest_step, with_contexts
 from .conversion import Conversion
 from .host_pages import HostPages, num_host_pages
 from .layout import Layout
@@ -76,7 +78,7 @@ def build_model_runner(
         _check_int8(model)
     if options.enable_lora:
         check_adapters(model.config, served, mesh)
-    check_speculator(options.speculative, served)
+    check_speculative(options.speculative, served)
     dtype = cache_dtype(options.kv_cache_dtype, model.dtype)
     # All arrays are committed to their devices from the start, because a program compiled for
     # uncommitted arrays is a different one.
@@ -102,35 +104,35 @@ def build_model_runner(
         kernels_of=device if kernels else None,
         quantize_activations=options.quantize_activations,
     )
-    weights = convert(model, donate=donate)
-    if options.enable_lora:
-        adapters = init_adapters(served, options, model.dtype, layout.replicated)
-        weights = dataclasses.replace(weights, adapters=adapters)
-    if options.speculative is not None and options.speculative.model is not None:
-        from ...checkpoints.hub import local_path
-        from ...checkpoints.speculators import read_speculator
-
-        speculator = read_speculator(local_path(options.speculative.model), model.dtype)
-        speculator = jax.device_put(speculator, layout.replicated)
-        weights = dataclasses.replace(weights, speculator=speculator)
-    # A caller that donates drops the model, also what was moved to a mesh and not deleted.
-    kept_bytes = 0 if donate else bytes_kept(callers, weights)
     limit = memory_limit(device, options.memory_utilization)
     hardware = hardware_of(device.device_kind)
-    shapes = choose_shapes(
+    choose = functools.partial(
+        choose_shapes,
         served,
         options,
         dp_size=dp_size(mesh),
         platform=device.platform,
         page_bytes=layout.page_bytes(options.page_size),
-        weight_bytes=bytes_per_device(weights),
-        kept_bytes=kept_bytes,
         memory_limit=limit,
         ridge_tokens=RIDGE_TOKENS if hardware is None else hardware.ridge_tokens,
     )
+    # What is refused whatever the weights take, is refused before any of them is deleted.
+    choose(weight_bytes=0)
+    host_pages = num_host_pages(options, layout, device.platform)
+    speculator = _read_speculator(options.speculative, model)
+    weights = convert(model, donate=donate)
+    if options.enable_lora:
+        adapters = init_adapters(served, options, model.dtype, layout.replicated)
+        weights = dataclasses.replace(weights, adapters=adapters)
+    if speculator is not None:
+        speculator = jax.device_put(speculator, layout.replicated)
+        weights = dataclasses.replace(weights, speculator=speculator)
+    # A caller that donates drops the model, also what was moved to a mesh and not deleted.
+    kept_bytes = 0 if donate else bytes_kept(callers, weights)
+    shapes = choose(weight_bytes=bytes_per_device(weights), kept_bytes=kept_bytes)
     shapes = dataclasses.replace(
         shapes,
-        host_pages=num_host_pages(options, layout, device.platform),
+        host_pages=host_pages,
         hidden_dim=0 if weights.speculator is None else served.embed_dim,
     )
     ops = Attention(mesh, attention)
@@ -153,15 +155,17 @@ def build_model_runner(
     )
 
 
-def check_speculator(speculative: SpeculativeConfig | None, config: Config) -> None:
-    """Raise `UsageError`, `CheckpointError` or `ConfigError` for a speculator that models of this
-    architecture cannot be served with. Its weights are not read."""
+def check_speculative(speculative: SpeculativeConfig | None, config: Config) -> None:
+    """Raise `UsageError`, `CheckpointError` or `ConfigError` for speculation, or a speculator, that
+    a model cannot be served with as `config` (`served_config`). No weights are read."""
     from ...checkpoints.hub import local_path
-    from ...checkpoints.speculators import read_speculator_config
+    from ...checkpoints.speculators import check_tensors, read_speculator_config
 
-    if speculative is None or speculative.model is None:
+    if speculative is None:
         return
-    path = speculative.model
+    widest_step(config, speculative)
+    if (path := speculative.model) is None:
+        return
     found = read_speculator_config(local_path(path, weights=False))
     for name, value, wanted in (
         ("vocab_size", found.vocab_size, config.vocab_size),
@@ -172,6 +176,17 @@ def check_speculator(speculative: SpeculativeConfig | None, config: Config) -> N
                 f"`speculative_config.model`={path}: its {name} is {value}, the model's {wanted}",
                 option="speculative_config",
             )
+    check_tensors(local_path(path))
+
+
+def _read_speculator(speculative: SpeculativeConfig | None, model: Model) -> Speculator | None:
+    """The speculator of an engine, in NumPy and in the dtype of its model; None without one."""
+    from ...checkpoints.hub import local_path
+    from ...checkpoints.speculators import read_speculator
+
+    if speculative is None or speculative.model is None:
+        return None
+    return read_speculator(local_path(speculative.model), model.dtype)
 
 
 def _check_own_kv(model: Model, served: Config) -> None:

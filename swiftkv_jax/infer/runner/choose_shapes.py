@@ -9,9 +9,9 @@ from ...errors import OutOfMemoryError, UsageError
 from ...model.config import Config
 from ...plan.cost import mlp_width
 from ...plan.hardware import GIB
-from ..engine.options import EngineOptions, SpeculativeConfig
+from ..engine.options import MAX_SPECULATIVE_TOKENS, EngineOptions, SpeculativeConfig
 from ..engine.shapes import Shapes, UnconstrainedKind, has_own_start, kv_programs
-from .memory import host_memory
+from .memory import MemoryPlan, host_memory
 
 logger = logging.getLogger(__name__)
 
@@ -209,9 +209,10 @@ def _single_step_rows(options: EngineOptions, slots: int, platform: str, weight_
     return 0 if options.decode_steps == 1 else min(rows, slots)
 
 
-def with_widths(shapes: Shapes, config: Config, speculative: SpeculativeConfig) -> Shapes:
-    """`shapes` with wide decode calls. Raises `UsageError` for a model whose tokens would not be
-    those of width 1."""
+def widest_step(config: Config, speculative: SpeculativeConfig) -> int:
+    """Most tokens of a sequence in a step: by default as many as the decode kernels take of the
+    served `config`. Raises `UsageError` for more, and for a model whose tokens would not be those
+    of width 1."""
     if config.boundary_taps:
         reason = "`boundary_taps` keep the state of the last token of a page, which may be a draft"
         raise UsageError(f"`speculative_config`: {reason}", option="speculative_config")
@@ -222,12 +223,24 @@ def with_widths(shapes: Shapes, config: Config, speculative: SpeculativeConfig) 
             option="speculative_config",
         )
     most = MAX_BLOCK_QUERIES * config.num_kv_heads // config.num_heads
-    if (limit := speculative.num_speculative_tokens + 1) > most:
+    of_each = f"{config.num_heads // config.num_kv_heads} query heads for each key/value head"
+    if most < 2:
+        raise UsageError(
+            f"`speculative_config` does not go with {of_each}", option="speculative_config"
+        )
+    limit = 1 + (speculative.num_speculative_tokens or min(MAX_SPECULATIVE_TOKENS, most - 1))
+    if limit > most:
         raise UsageError(
             f"`speculative_config.num_speculative_tokens`={limit - 1} must be at most {most - 1} "
-            f"with {config.num_heads // config.num_kv_heads} query heads for each key/value head",
+            f"with {of_each}",
             option="speculative_config",
         )
+    return limit
+
+
+def with_widths(shapes: Shapes, config: Config, speculative: SpeculativeConfig) -> Shapes:
+    """`shapes` with wide decode calls. Raises as `widest_step`."""
+    limit = widest_step(config, speculative)
     lookup = (speculative.prompt_lookup_min, speculative.prompt_lookup_max)
     if not speculative.enable_suffix_decoding:
         lookup = (2, 1)  # no match is longer than the longest
@@ -275,7 +288,7 @@ def with_smaller_cache(shapes: Shapes, num_bytes: int, page_bytes: int) -> Shape
 
 def check_pages(shapes: Shapes, length: int, page_bytes: int) -> Shapes:
     """Return `shapes`. Raises `UsageError` if their cache cannot hold one prompt of `length`
-    tokens, and warns if it cannot hold an answer of as many, which may need more (`check_fits`)."""
+    tokens."""
     if shapes.num_pages < shapes.table_pages:
         raise UsageError(
             f"the KV cache has room for {max(shapes.num_pages, 0) * shapes.page_size} tokens, too "
@@ -284,15 +297,24 @@ def check_pages(shapes: Shapes, length: int, page_bytes: int) -> Shapes:
             f"`memory_utilization`, lower `max_model_len`, or store it in 8 bits with "
             f"`kv_cache_dtype`=fp8"
         )
-    each = 1 + shapes.pages_per_own_page
-    if shapes.num_pages < each * shapes.table_pages:
-        logger.warning(
-            "the KV cache has room for one sequence of `max_model_len`=%d only if at most %d of "
-            "its tokens keep their own upper keys and values: requests for more are refused",
-            length,
-            (shapes.num_pages - shapes.table_pages) // shapes.pages_per_own_page * shapes.page_size,
-        )
     return shapes
+
+
+def log_shapes(shapes: Shapes, plan: MemoryPlan) -> None:
+    """Log the memory plan and the most drafts of a step, and warn of a cache that cannot hold an
+    answer of the largest length, which may need more than a prompt (`check_fits`)."""
+    tokens = shapes.dp_size * shapes.num_pages * shapes.page_size
+    logger.info("%s, for %s tokens of KV cache", plan, f"{tokens:,}")
+    if shapes.widths:
+        logger.info("speculation: at most %d drafts of a sequence in a step", shapes.most_drafts)
+    if shapes.num_pages < (1 + shapes.pages_per_own_page) * shapes.table_pages:
+        own_pages = (shapes.num_pages - shapes.table_pages) // shapes.pages_per_own_page
+        logger.warning(
+            "the KV cache has room for one sequence of %d tokens only if at most %d of them keep "
+            "their own upper keys and values: requests for more are refused",
+            shapes.table_pages * shapes.page_size,
+            own_pages * shapes.page_size,
+        )
 
 
 def _temporaries(config: Config, tokens: int) -> int:

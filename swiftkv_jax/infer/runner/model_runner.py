@@ -28,7 +28,7 @@ from ..engine.sampler_output import AsyncOutput, SamplerOutput
 from ..engine.shapes import DecodeCall, Shapes
 from ..sampling.penalties import token_counts_of
 from .adapters import no_adapter, read_adapter
-from .choose_shapes import with_smaller_cache
+from .choose_shapes import log_shapes, with_smaller_cache
 from .compilation import CompileCounter, compile_all
 from .conversion import Conversion
 from .decode_state import DecodeBatch, batch_of, decode_rows, empty_batch, page_tables
@@ -132,8 +132,7 @@ class ModelRunner:
                 f"{plan}: lower `kv_cache_memory`, `max_num_batched_tokens` or `max_num_seqs`"
             )
         self.plan = plan
-        tokens = self.shapes.dp_size * self.shapes.num_pages * self.shapes.page_size
-        logger.info("%s, for %s tokens of KV cache", plan, f"{tokens:,}")
+        log_shapes(self.shapes, plan)
         with allocating(f"the KV cache ({plan})"):
             self._state = self.layout.init_state(self.shapes)
         self.host_pages.start(self._compiled)

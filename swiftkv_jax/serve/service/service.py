@@ -87,9 +87,8 @@ class Service:
         one was measured under load; `followers` are the other processes of its mesh, ready too."""
         self.prefill_rate = prefill_rate
         self.max_num_seqs, self.max_model_len = engine.options.max_num_seqs, engine.max_model_len
-        speculative = engine.options.speculative
-        self.num_speculative_tokens = speculative.num_speculative_tokens if speculative else 0
         shapes = engine.model_runner.shapes
+        self.num_speculative_tokens = shapes.most_drafts
         self.cache_facts = {
             "block_size": str(shapes.page_size),
             "num_gpu_blocks": str(shapes.num_pages * shapes.dp_size),

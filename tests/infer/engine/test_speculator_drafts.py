@@ -11,7 +11,7 @@ from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import SpeculativeConfig, parse_speculative_config
 from swiftkv_jax.infer.engine.requests import Request
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
-from swiftkv_jax.infer.runner.build import check_speculator
+from swiftkv_jax.infer.runner.build import check_speculative
 from swiftkv_jax.model.mesh import make_mesh
 from tests import test_speculator as heads
 from tests.infer.engine.own_kv_engines import LONG, engine_of, model, options
@@ -72,6 +72,7 @@ def test_options_of_a_speculator(tmp_path):
         ({"method": "mtp"}, "'mtp' attends to hidden states of the prompt's tokens"),
         ({"method": "suffix"}, "'suffix' is not one of ngram, ngram_gpu, mlp_speculator, arctic"),
         ({"enable_suffix_decoding": False}, "`speculative_config.enable_suffix_decoding`=False"),
+        ({"model": ""}, "`speculative_config.model`='' must be the folder of a speculator, or its"),
     ):
         with pytest.raises(UsageError) as error:
             parse_speculative_config(json.dumps(fields))
@@ -89,4 +90,4 @@ def test_options_of_a_speculator(tmp_path):
         if fields is not None:
             heads.write(folder, fields, {})  # weights come later
         with pytest.raises(error_type, match=message):
-            check_speculator(SpeculativeConfig(model=str(folder)), model().config)
+            check_speculative(SpeculativeConfig(model=str(folder)), model().config)

@@ -6,17 +6,19 @@ import functools
 from collections import Counter
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.infer.engine.options import EngineOptions
+from swiftkv_jax.errors import CheckpointError, UsageError
+from swiftkv_jax.infer.engine.options import EngineOptions, SpeculativeConfig
 from swiftkv_jax.infer.runner.build import build_model_runner
 from swiftkv_jax.infer.runner.lowering import PrefillProgram, Program, UpperProgram, lower_all
 from swiftkv_jax.model.cache import KVCacheDtype
 from swiftkv_jax.model.mesh import make_mesh
 from swiftkv_jax.pallas_kernels import Implementation, choice
+from tests import test_speculator as heads
 from tests import tiny
 from tests.pallas_kernels.interpreted import under
 
@@ -92,6 +94,31 @@ def test_pages_are_gathered_for_a_kernel_that_would_widen_all(device):
 def test_pages_are_not_gathered_on_a_mesh_of_cpus():
     served = model("float32", 8)
     assert programs(served, "fp8", mesh_shape=(2, 2)) == programs(served, "auto", mesh_shape=(2, 2))
+
+
+def test_what_is_refused_leaves_a_model_that_is_donated_whole(tmp_path):
+    """Whatever configs and shapes tell, and the files of a speculator, comes before the weights are
+    converted."""
+    hf = tiny.hf_config(num_attention_heads=8, num_key_value_heads=1, head_dim=4)
+    donated = tiny.model_of(hf, tiny.tensors_for(hf))
+    head = heads.write(tmp_path / "head", heads.ARCTIC, heads.published(heads.ARCTIC))
+    (head / "model.safetensors").rename(head / "pytorch_model.bin")
+    tensors = heads.published(heads.ARCTIC)
+    tensors["head.2.weight"] = tensors["head.2.weight"] + 1
+    differs = heads.write(tmp_path / "differs", heads.ARCTIC, tensors)
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"speculative": SpeculativeConfig(num_speculative_tokens=8)}, UsageError, "at most 7"),
+        ({"speculative": SpeculativeConfig(model=str(head))}, CheckpointError, "can run code"),
+        ({"speculative": SpeculativeConfig(model=str(differs))}, CheckpointError, "that differ"),
+        ({"chunks": (64, 32)}, UsageError, "must be ascending"),
+        ({"kv_cache_memory": 5000}, UsageError, "too little for one sequence"),
+        ({"prefix_cache_host": 100}, UsageError, "is too small"),
+    ]
+    for fields, error, message in cases:
+        options = EngineOptions(max_model_len=64, max_num_seqs=1, **fields)
+        with pytest.raises(error, match=message):
+            build_model_runner(donated, options, donate=True)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((donated.llama, donated.swiftkv)))
 
 
 def test_only_int8_weights_take_quantised_activations():

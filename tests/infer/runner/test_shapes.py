@@ -8,7 +8,12 @@ import jax.numpy as jnp
 import pytest
 
 from swiftkv_jax.checkpoints.hf_config import config_from_hf
-from swiftkv_jax.infer.engine.options import EngineOptions
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.infer.engine.options import (
+    MAX_SPECULATIVE_TOKENS,
+    EngineOptions,
+    SpeculativeConfig,
+)
 from swiftkv_jax.infer.engine.shapes import Shapes
 from swiftkv_jax.infer.runner.choose_shapes import choose_shapes, with_contexts
 from swiftkv_jax.infer.runner.layout import Layout
@@ -98,6 +103,40 @@ def test_few_sequences_decode_one_step_where_the_host_keeps_up(
     shapes = shapes_on(platform, options, weight_bytes=weight_bytes)
     assert shapes.single_step_rows == expected
     assert bool(shapes.single_step_sizes) == bool(expected)
+
+
+def speculating(options: SpeculativeConfig, num_heads: int, num_kv_heads: int) -> Shapes:
+    """The shapes of a model with so many heads, of 8 rows at most."""
+    chosen = EngineOptions(max_model_len=64, max_num_seqs=8, speculative=options)
+    config = config_from_hf(tiny.hf_config())
+    config = dataclasses.replace(config, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    memory = {"page_bytes": 1024, "weight_bytes": MIB, "memory_limit": None}
+    return choose_shapes(config, chosen, dp_size=1, platform="gpu", **memory)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "drafts"),
+    [(32, 8, 15), (40, 8, 11), (28, 4, 8), (64, 8, 7), (14, 2, 8), (32, 1, 1)],
+)
+def test_drafts_are_by_default_as_many_as_the_kernels_take(num_heads, num_kv_heads, drafts):
+    shapes = speculating(SpeculativeConfig(), num_heads, num_kv_heads)
+    assert shapes.most_drafts == drafts and shapes.widths[0] == drafts + 1
+    if drafts < MAX_SPECULATIVE_TOKENS:
+        more = SpeculativeConfig(num_speculative_tokens=drafts + 1)
+        with pytest.raises(
+            UsageError, match=f"must be at most {drafts} with {num_heads // num_kv_heads}"
+        ):
+            speculating(more, num_heads, num_kv_heads)
+    with pytest.raises(UsageError, match="does not go with 64 query heads for each key/value"):
+        speculating(SpeculativeConfig(), 64, 1)
+
+
+def test_without_suffix_decoding_the_device_looks_nothing_up():
+    """No match is as long as the shortest that drafts follow."""
+    off = SpeculativeConfig(model="some", enable_suffix_decoding=False)
+    fewest, most = speculating(off, 32, 8).lookup
+    assert most < fewest
+    assert speculating(SpeculativeConfig(prompt_lookup_max=5), 32, 8).lookup == (2, 5)
 
 
 def num_programs(*, swiftkv: bool = True, eight_bits: bool = False, **fields: Any) -> int:
