@@ -123,7 +123,7 @@ def test_measurements_of_a_quarter_of_an_hour(tmp_path):
             names = [variant.name for variant in train_variants.SIZES["full"].variants]
             assert len([name for name in names if re.search(pattern, name)]) == 1
         else:
-            assert module == "benchmarks.http_load"
+            assert module in ("benchmarks.http_load", "benchmarks.drafts_and_tiers")
 
 
 @pytest.mark.parametrize("part", serve.FULL | serve.W8A8)
