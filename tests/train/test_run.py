@@ -1,7 +1,9 @@
 """Whole runs of the training command: meshes agree, a killed run ends like one that was never
 killed, an interrupt saves."""
 
+import dataclasses
 import json
+import logging
 import os
 import shutil
 import signal
@@ -25,6 +27,7 @@ from swiftkv_jax.model.layers import norm
 from swiftkv_jax.model.speculator import draft_tokens
 from swiftkv_jax.model.transformer import student
 from swiftkv_jax.train.__main__ import main
+from swiftkv_jax.train.recipe import DEMO
 from swiftkv_jax.train.run import speculator
 
 TEXT = (
@@ -83,7 +86,9 @@ def test_the_loss_falls_and_the_result_is_exported(uninterrupted):
     assert json.loads((uninterrupted / "recipe.json").read_text())["max_steps"] == STEPS
 
 
-def test_a_finished_run_gets_a_speculator(data, uninterrupted, tmp_path, monkeypatch):
+def test_a_finished_run_gets_a_speculator(
+    data, uninterrupted, tmp_path, monkeypatch, capsys, caplog
+):
     """It drafts from the state of a token and the next one what the student chooses after them, as
     often as the run says. The student is the best one, if that was exported; rows of later steps
     are kept; and no more rows run at once than fitted in training."""
@@ -121,6 +126,18 @@ def test_a_finished_run_gets_a_speculator(data, uninterrupted, tmp_path, monkeyp
     drafts = draft_tokens(head, hidden[:, :-2].reshape(-1, 128), tokens[:, 1:-1].reshape(-1), 2)
     right = np.asarray(drafts[:, 0]) == chosen[:, 1:-1].reshape(-1)
     assert right.mean() == pytest.approx(shares[0], abs=0.05)
+    capsys.readouterr()
+    for changed, said in (
+        ({"speculator": 3}, "--speculator 3: the speculator in {} was made with 2; remove that"),
+        ({"speculator-steps": 61}, "--speculator-steps 61: the speculator in {} was made with 60;"),
+    ):
+        assert main(arguments(data, output, **flags | changed)) == 2
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert said.format(output / "speculator") in last
+    recipe = dataclasses.replace(DEMO, output_dir=output, speculator=2, speculator_steps=60)
+    with caplog.at_level(logging.INFO):
+        speculator.check_speculator(recipe)
+    assert f"the speculator is there already: {output / 'speculator'}" in caplog.text
 
 
 @pytest.mark.long

@@ -55,7 +55,7 @@ from .setup import (
     write_settings,
 )
 from .signals import StopSignals
-from .speculator import train_speculator
+from .speculator import check_speculator, train_speculator
 from .start import start_of_run
 from .step import (
     TrainState,
@@ -225,6 +225,7 @@ def check_run(recipe: Recipe, source: Source, config: Config) -> None:
             f"`output_dir`={recipe.output_dir} holds a model but no run to continue; name "
             f"another, or remove {exported}"
         )
+    check_speculator(recipe)
 
 
 class RunContext(NamedTuple):

@@ -20,9 +20,9 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from ...checkpoints.speculators import write_speculator
-from ...checkpoints.training_run import SPECULATOR
-from ...errors import DivergenceError
+from ...checkpoints.speculators import read_speculator_config, write_speculator
+from ...checkpoints.training_run import RECIPE, SPECULATOR
+from ...errors import DivergenceError, UsageError
 from ...model.attention import Attention
 from ...model.batch import Batch
 from ...model.config import Config
@@ -40,6 +40,9 @@ from ...model.speculator import (
 from ...model.speculator_config import SpeculatorConfig
 from ...model.stacks import cast
 from ...model.transformer import student
+from ...process.distributed import is_main_process
+from ...process.files import write_json
+from ...process.json_files import read_json
 from ..data.loader import DatasetMixture, batches
 from ..loss.distill import chunk_length, split_chunks
 from ..recipe import Recipe
@@ -57,6 +60,8 @@ WEIGHT_DECAY = 0.1
 ACCEPTED = "eval_speculator_accepted_{}"
 """Name of the share of held-out places at which so many drafts, the first ones, are the student's
 choice."""
+SETTINGS = ("speculator", "speculator_steps", "speculator_learning_rate")
+"""Fields of the recipe that a speculator is made with; the first are its drafts."""
 
 
 class Sums(NamedTuple):
@@ -65,6 +70,25 @@ class Sums(NamedTuple):
     loss: Array  # f32[], nats of all steps
     accepted: Array  # f32[N]; places at which the drafts of steps 0 to i are all right
     places: Array  # f32[N]; places that have a right draft of step i
+
+
+def check_speculator(recipe: Recipe) -> None:
+    """Raise `UsageError` if the output folder has a speculator that was trained by other settings
+    than those of the recipe."""
+    folder = recipe.output_dir / SPECULATOR
+    if recipe.speculator is None or not folder.exists():
+        return
+    recorded = read_json(recipe.output_dir / RECIPE)
+    trained = {name: recorded.get(name) for name in SETTINGS if recorded.get(SETTINGS[0])}
+    trained[SETTINGS[0]] = read_speculator_config(folder).n_predict
+    for name, old in trained.items():
+        if (new := getattr(recipe, name)) != old:
+            raise UsageError(
+                f"`{name}`={new}: the speculator in {folder} was made with {old}; remove that "
+                f"folder to train another",
+                option=name,
+            )
+    logger.info("the speculator is there already: %s", folder)
 
 
 def train_speculator(
@@ -95,6 +119,10 @@ def train_speculator(
             named = {ACCEPTED.format(place): share for place, share in enumerate(shares, 1)}
             log.write({"step": step} | named)
     folder = recipe.output_dir / SPECULATOR
+    if is_main_process():  # a run that had finished has recorded other settings, or none
+        settings = {name: getattr(recipe, name) for name in SETTINGS}
+        recorded = read_json(recipe.output_dir / RECIPE)
+        write_json(recipe.output_dir / RECIPE, recorded | settings, canonical=True)
     write_speculator(jax.tree.map(to_host, speculator), folder)
     logger.info("the speculator is in %s", folder)
 
