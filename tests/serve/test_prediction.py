@@ -1,5 +1,6 @@
 """Predictions, and requests that switch drafts off: the same answers, counted."""
 
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,6 +8,8 @@ import openai
 import pytest
 
 from swiftkv_jax.infer.engine.options import SpeculativeConfig
+from swiftkv_jax.infer.engine.requests import Drafts, Request
+from swiftkv_jax.serve.service.generation import Generation
 from tests.serve.conftest import Running
 from tests.serve.test_metrics import families, value
 
@@ -67,6 +70,24 @@ def test_a_prediction_changes_counts_alone(client, drafting):
     assert off.choices[0].message.content == text and counts(off.usage) == (0, 0)
 
 
+def test_an_empty_prediction_is_none(client, running):
+    """A client sends an empty file before an edit, also to a server without drafts."""
+    for content in ("", [], [{"type": "text", "text": ""}]):
+        body = BODY | {"messages": HI, "prediction": predicted(content)}
+        assert counts(client.chat.completions.create(**body).usage) == (None, None)
+        assert running.post("/v1/chat/completions", body)[0] == 200
+
+
+def test_tokens_behind_a_stop_string_are_no_tokens_of_the_answer():
+    """A step has emitted more of the prediction than the answer has."""
+    drafts = Drafts(steps=1, tokens=9, accepted=7, predicted=9, predicted_accepted=7)
+    choice = types.SimpleNamespace(num_tokens=3, drafts=drafts)
+    part = types.SimpleNamespace(request=Request([1], prediction=[2]), choices=[choice])
+    parts: Any = [part]
+    reservation: Any = None
+    assert Generation([], parts, reservation, 0.0).prediction_tokens == (3, 2)
+
+
 def test_completions_take_predictions_too(drafting):
     body = BODY | {"prompt": ["one", "two"], "n": 2, "prediction": predicted("three")}
     status, answer = drafting.post("/v1/completions", body)
@@ -88,8 +109,6 @@ def test_completions_take_predictions_too(drafting):
         ({"type": "text", "content": "a"}, "prediction.type", "invalid enum value"),
         ({"type": "content"}, "prediction.content", "missing"),
         (predicted(3), "prediction.content", "expected `str | array`"),
-        (predicted(""), "prediction.content", "is empty"),
-        (predicted([]), "prediction.content", "is empty"),
         (predicted(["a"]), "prediction.content[0]", "expected `object`"),
         (predicted([{"type": "text"}]), "prediction.content[0].text", "missing"),
         (

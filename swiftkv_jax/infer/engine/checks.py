@@ -79,7 +79,11 @@ def check_request(request: Request | ScoreRequest, config: Config, options: Engi
             new_tokens=params.max_tokens,
             limit=limit,
         )
-    if len(request.prediction):
+    if not isinstance(request.speculative, bool | np.bool_):
+        raise UsageError(
+            f"`speculative`={request.speculative!r} must be True or False", option="speculative"
+        )
+    if not _is_list(request.prediction) or len(request.prediction):
         _check_prediction(request.prediction, limit, config, options)
     if request.grammar is not None:
         if not options.structured_outputs:
@@ -103,7 +107,7 @@ def check_request(request: Request | ScoreRequest, config: Config, options: Engi
 def _check_prediction(
     prediction: Sequence[int], limit: int, config: Config, options: EngineOptions
 ) -> None:
-    if options.speculative is None:
+    if _is_list(prediction) and options.speculative is None:
         raise UsageError(
             "`prediction` needs an engine with the option `speculative`", option="prediction"
         )
@@ -178,8 +182,12 @@ def iterate[T](requests: Iterable[T]) -> Iterator[T]:
     return iter(requests)
 
 
+def _is_list(tokens: object) -> bool:
+    return isinstance(tokens, Sequence | np.ndarray) and not isinstance(tokens, str)
+
+
 def _check_ids(what: str, tokens: Sequence[int], config: Config) -> None:
-    if not isinstance(tokens, Sequence | np.ndarray) or isinstance(tokens, str):
+    if not _is_list(tokens):
         raise UsageError(f"{what} must be a list of token ids, got {type(tokens).__name__}")
     if len(tokens) == 0:
         raise UsageError(f"{what} must not be empty")

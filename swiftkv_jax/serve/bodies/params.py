@@ -205,17 +205,15 @@ def _logprobs(body: ChatBody | CompletionBody) -> int | None:
 
 
 def predicted_text(body: Sampling, *, possible: bool) -> str:
-    """The text that a body predicts; empty without a prediction. `possible` is whether the server
-    takes any. Raises `APIError`."""
+    """The text that a body predicts; empty without a prediction, and with an empty one. `possible`
+    is whether the server takes any. Raises `APIError`."""
     if body.prediction is None:
         return ""
-    if not possible:
-        raise unsupported("prediction", "`prediction` needs the server's --speculative-config")
     with renaming({}, ["prediction"]):
         message = Message(role="assistant", content=body.prediction.content)
-        text = message.rendered(0)["content"]
-    if not text:
-        raise invalid("prediction.content", "`prediction.content` is empty")
+        text = message.rendered(0)["content"] or ""
+    if text and not possible:
+        raise unsupported("prediction", "`prediction` needs the server's --speculative-config")
     return text
 
 
