@@ -169,7 +169,7 @@ class DraftStats:
     """Counters of drafts."""
 
     verify_calls: int = 0
-    """Decode calls with drafts."""
+    """Decode calls with room for drafts, also those that had none."""
     drafts: int = 0
     """Steps of a sequence with a draft or more."""
     draft_tokens: int = 0

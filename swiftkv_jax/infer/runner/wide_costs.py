@@ -48,7 +48,8 @@ def measure_wide_costs(
     fill: Callable[[Callable[[int], DecodeBatch]], object],
     run: Callable[[DecodeProgram, list[list[int]]], object],
 ) -> tuple[float, ...]:
-    """`ModelRunnerBase.wide_costs`, as process 0 measures them. `fill` puts batches of so many
+    """`ModelRunnerBase.wide_costs`, as process 0 measures them, of plain greedy sequences: without
+    the sampler, whose cost grows with the width too. `fill` puts batches of so many
     sequences into all slots and waits; `run` runs a program with some slots of each shard."""
     if not shapes.widths:
         return ()

@@ -54,7 +54,7 @@ _DRAFT_STATS = (
     ("vllm:spec_decode_num_drafts", "drafts", "Steps of a sequence with drafts."),
     ("vllm:spec_decode_num_draft_tokens", "draft_tokens", "Drafts."),
     ("vllm:spec_decode_num_accepted_tokens", "accepted_tokens", "Drafts that were right."),
-    ("swiftkv:verify_calls", "verify_calls", "Decode calls with drafts."),
+    ("swiftkv:verify_calls", "verify_calls", "Decode calls with room for drafts."),
 )
 """Counters of drafts: name, field of `DraftStats`, description."""
 

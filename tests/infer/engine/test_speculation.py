@@ -19,6 +19,7 @@ from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.model.config import LayerKind
 from swiftkv_jax.model.mesh import make_mesh
 from tests.infer.engine.own_kv_engines import LONG, engine_of, mode_of, model, options
+from tests.infer.mock_model_runner import mock_engine
 
 MODES = [("boundary", 4, 48), ("own", 2, 48), ("tail 6 g=2", 4, 96)]
 Answers = dict[tuple[int, int], tuple[list[int], list[float], str]]
@@ -149,6 +150,19 @@ def test_with_few_pages_sequences_are_preempted():
     assert number_of_texts(wide, texts) == 4, "that of the last sequence of each slot"
 
 
+def test_counts_of_drafts_outlast_a_preemption():
+    """What was in flight is lost."""
+    chosen = SpeculativeConfig(enable_adaptive_verification=False)
+    engine, _ = mock_engine(num_pages=20, width=3, reserve_tokens=4, speculative=chosen)
+    params, found = SamplingParams(max_tokens=40, ignore_eos=True), {}
+    for number, output in engine.run([Request([seed, 5, 9], params) for seed in range(4)]):
+        assert output.drafts.tokens >= found.get(number, Drafts()).tokens
+        found[number] = output.drafts
+    assert engine.stats.preemptions
+    counted = sum(drafts.tokens for drafts in found.values())
+    assert 0.8 < counted / engine.stats.speculation.draft_tokens <= 1
+
+
 def test_penalties_count_the_drafts_before_a_place():
     narrow, wide = engines(*MODES[0])
     params = {"repetition_penalty": 1.3, "frequency_penalty": 0.7, "logit_bias": {7: 9.0, 8: 6.0}}
@@ -218,6 +232,13 @@ def test_a_prediction_that_cannot_be_used_is_refused():
     for prediction, message in (([61], "outside the vocabulary"), ([1] * 65, "at most 64 tokens")):
         with pytest.raises(UsageError, match=message):
             wide.add_request(Request([1], short, prediction=prediction))
+    wrong: Any
+    for wrong in (None, 5, "text"):
+        with pytest.raises(UsageError, match="the prediction must be a list of token ids, got"):
+            narrow.add_request(Request([1], short, prediction=wrong))
+    for wrong in (None, "no", 1):
+        with pytest.raises(UsageError, match=f"`speculative`={wrong!r} must be True or False"):
+            wide.add_request(Request([1], short, speculative=wrong))
 
 
 def test_options_of_speculation():

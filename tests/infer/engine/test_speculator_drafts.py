@@ -51,6 +51,18 @@ def test_tokens_are_the_same_and_states_those_of_the_last(mesh, tmp_path):
     before = drafted.accepted_tokens
     check_equal(right, answers(engine, predicted))
     assert drafted.accepted_tokens - before > 40, "steps end at all of their places"
+    check_states(engine)
+    engine.update_weights(model())
+    narrow = [dataclasses.replace(one, speculative=False) for one in greedy]
+    verified = drafted.verify_calls
+    check_equal(right, answers(engine, narrow))
+    assert drafted.verify_calls == verified
+    check_states(engine)
+    check_equal(right, answers(engine, predicted))
+
+
+def check_states(engine: Engine) -> None:
+    """The last token of each slot is the likeliest after the state that it has."""
     batch = engine.model_runner._state.batch
     hidden, token = np.asarray(batch.hidden), np.asarray(batch.token)
     has_state = hidden.any(axis=1)

@@ -170,6 +170,9 @@ def test_the_page_on_serving_counts_the_programs():
     assert f"With an 8-bit cache there are {num_programs(eight_bits=True)} on Hopper" in page
     counts = num_programs(**server), num_programs(**server, scoring=True)
     assert "{} with a bfloat16 cache, {} with `--enable-scoring`".format(*counts) in page
+    wide = SpeculativeConfig()
+    counts = num_programs(speculative=wide), num_programs(**server, speculative=wide)
+    assert "without that for a first token: {} in all, {} in a server".format(*counts) in page
 
 
 def gpu_pages(options: EngineOptions, kept_bytes: int = 0) -> int:
