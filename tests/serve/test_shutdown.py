@@ -59,6 +59,23 @@ def test_a_server_goes_on_from_what_the_one_before_wrote(start, tmp_path):
     assert cached == [0, 96] and texts[0] == texts[1] and pages[1] >= 24
 
 
+def test_the_same_place_of_another_key_finds_nothing_on_disk(start, tmp_path):
+    """`--api-key` names keys by their places, and the next server may have others there."""
+    engine = {"num_pages": 72, "host_pages": 200, "folder": tmp_path}
+    body = BODY | {"prompt": "abcd" * 25, "max_tokens": 4}
+    cached = []
+    for keys in (["key-of-a-0"], ["key-of-b-0", "key-of-a-0"]):
+        named = {f"key{number}": key for number, key in enumerate(keys, start=1)}
+        running = start(engine=engine, api_keys=named)
+        for key in keys:
+            _, answer = running.post("/v1/completions", body, x_api_key=key)
+            cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        running.stop()
+        running.check_end()
+        running.runner.host_pages.store.close()
+    assert cached == [0, 0, 96]
+
+
 def test_before_it_drains_it_may_tell_balancers(start):
     """`/ready` fails, and what they still send is answered."""
     running = start(shutdown_delay=0.4)

@@ -36,10 +36,10 @@ from .run import reserve
 
 def salt_of(app: App, exchange: HTTPExchange, cache_salt: str | None) -> str:
     """Salt of the prefix cache: of the key, and of the request."""
-    key = "" if app.options.share_prefix_cache else exchange.key
-    if not key and not cache_salt:
+    client = "" if app.options.share_prefix_cache else exchange.client.salt
+    if not client and not cache_salt:
         return ""
-    return hashlib.sha256(f"{key}\0{cache_salt or ''}".encode()).hexdigest()
+    return hashlib.sha256(f"{client}\0{cache_salt or ''}".encode()).hexdigest()
 
 
 class _Asked[B: ChatBody | CompletionBody]:

@@ -112,7 +112,7 @@ class Endpoint:
                 exchange.check_head()
                 self._check_host(exchange)
                 if not self._public:
-                    exchange.key = app.keys.name_of(exchange.headers)
+                    exchange.client = app.keys.client_of(exchange.headers)
                 await self._handler(app, exchange)
                 await exchange.flush()
             except APIError as error:
@@ -157,7 +157,7 @@ class Endpoint:
         total = 1e3 * (time.monotonic() - exchange.arrival)
         found = {
             "id": exchange.request_id,
-            "key": exchange.key,
+            "key": exchange.client.name,
             "route": self._route,
             "status": exchange.status,
             **exchange.log,

@@ -54,7 +54,7 @@ async def run[B: Body](
     service = app.service
     service.check_ready()
     with service.answering(), contextlib.ExitStack() as held:
-        reservation = service.admission.reserve(exchange.key)
+        reservation = service.admission.reserve(exchange.client.name)
         try:
             with service.reading():
                 content = await exchange.body(app.max_body_size, reservation.add_bytes)
@@ -71,7 +71,7 @@ async def run[B: Body](
             reservation.release()
             raise
         generation.timeout = timeout
-        generation.queue_key = exchange.key
+        generation.queue_key = exchange.client.name
 
         def leave() -> None:
             service.abort(generation, "client")
@@ -115,7 +115,7 @@ async def counted_body[B: Body](
     `APIError` and `ClientGone`."""
     service = app.service
     service.check_ready()
-    reservation = Reservation(exchange.key, service.admission)
+    reservation = Reservation(exchange.client.name, service.admission)
     try:
         with service.reading():
             content = await exchange.body(app.max_body_size, reservation.add_bytes)

@@ -9,14 +9,23 @@ import re
 import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from ...errors import UsageError
 from ..errors import APIError
 
 KEY_VARIABLE = "SWIFTKV_API_KEY"
 """Environment variable that holds a key."""
-ANONYMOUS = ""
-"""Name of the key of a request that needs none."""
+
+
+class Client(NamedTuple):
+    """The client that a key stands for."""
+
+    name: str = ""
+    """Name of the key, for logs and turns; "" where none is needed."""
+    salt: str = ""
+    """Salt of its prefixes, a digest of the key itself: pages on disk outlive the server, and the
+    name may be another client's in the next one."""
 
 
 class Keys:
@@ -24,16 +33,16 @@ class Keys:
 
     def __init__(self, keys: Mapping[str, str]):
         """`keys` maps names to keys."""
-        self._digests = [(name, _digest(key)) for name, key in keys.items()]
+        self._clients = [(_digest(key), Client(name, _salt(key))) for name, key in keys.items()]
 
-    def name_of(self, headers: Mapping[bytes, bytes]) -> str:
-        """Name of the key that a request brings. Raises `APIError`.
+    def client_of(self, headers: Mapping[bytes, bytes]) -> Client:
+        """The client whose key a request brings. Raises `APIError`.
 
         The digest of what was offered is compared with every key's in a time that does not depend
         on either, so the time of the answer tells nothing about a key.
         """
-        if not self._digests:
-            return ANONYMOUS
+        if not self._clients:
+            return Client()
         offered = _offered(headers)
         if offered is None:
             raise _refusal(
@@ -42,9 +51,9 @@ class Keys:
             )
         digest = _digest(offered)
         found = None
-        for name, stored in self._digests:
+        for stored, client in self._clients:
             if hmac.compare_digest(digest, stored):
-                found = name
+                found = client
         if found is None:
             raise _refusal("invalid_api_key", "this key is not known")
         return found
@@ -60,6 +69,11 @@ def _offered(headers: Mapping[bytes, bytes]) -> str | None:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _salt(key: str) -> str:
+    content = key.encode("utf-8", "surrogateescape")
+    return hashlib.blake2b(content, digest_size=32, person=b"prefix cache").hexdigest()
 
 
 def _refusal(code: str, message: str) -> APIError:
@@ -93,7 +107,7 @@ def _check(key: str, where: str) -> str:
 
 def _read_file(file: Path) -> dict[str, str]:
     """A line for each key, `name:key`; empty lines and those with # are left out. A key has a name
-    because its clients share a prefix cache, and keep it when the file is read anew."""
+    for the log and for turns, and keeps it when the file is read anew."""
     if stat.S_IMODE(file.stat().st_mode) & 0o077:
         raise UsageError(f"`api_key_file`={file}: others can read it; chmod 600 it")
     keys: dict[str, str] = {}

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from ..errors import APIError, invalid
+from .auth import Client
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -59,8 +60,8 @@ class HTTPExchange:
         """`arrival` is set anew when the body is in."""
         self.headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # the first counts
         self.request_id = self._request_id()
-        self.key = ""
-        """Name of the key that the request brought."""
+        self.client = Client()
+        """The client whose key the request brought."""
         self.extra: dict[str, str] = {}
         """Headers of the answer besides the usual ones."""
         self.status = 0
