@@ -159,7 +159,7 @@ def test_what_is_refused(lora, start):
         ({"lora_name": "two", "lora_path": "."}, 400, "not below the server's --allow-runti"),
         ({"lora_name": "two", "lora_path": "2\0"}, 400, "`lora_path` is not a path"),
         ({"lora_name": "two", "lora_path": "2"}, 200, "Success"),
-        ({"lora_name": "three", "lora_path": "3"}, 400, "all 2 places for adapters are in use"),
+        ({"lora_name": "three", "lora_path": "3"}, 400, "end, or raise `--max-loras`"),
     ]:
         found = change(lora, "load", **body)
         assert found[0] == status and text in found[1], found

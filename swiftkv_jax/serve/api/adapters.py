@@ -29,7 +29,8 @@ async def load_adapter(app: App, exchange: HTTPExchange) -> None:
             check_adapter_name(name, app.model_names)
             await app.adapters.load(name, path)
         except UsageError as error:
-            raise of_usage(error, {"adapter": "lora_name", "max_loras": "lora_name"}) from None
+            names = {"adapter": "lora_name", "max_loras": "--max-loras"}
+            raise invalid("lora_name", of_usage(error, names).message) from None
         except CheckpointError as error:
             raise invalid("lora_path", str(error)) from None
     await _succeed(exchange, f"LoRA adapter '{name}' added successfully.")
