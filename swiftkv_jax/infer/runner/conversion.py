@@ -52,9 +52,11 @@ class Conversion:
 
     def placed(self, model: Model) -> Model:
         """The model on the devices of the first one; arrays that are there are not moved. Raises
-        `UsageError` unless its config, parts, shapes and dtypes are the first one's. The dtype of a
-        delta may be another: it is cast."""
+        `UsageError` unless its config, parts, shapes and dtypes are the first one's, and for one
+        that was donated. The dtype of a delta may be another: it is cast."""
         check_model(model)
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(model)):
+            raise UsageError("`model` was donated before: its arrays are deleted; load it again")
         expected, tree = jax.tree_util.tree_flatten_with_path(self._served(self.shapes))
         found, tree_found = jax.tree_util.tree_flatten_with_path(self._served(model))
         if model.config != self.shapes.config or tree_found != tree:

@@ -49,6 +49,9 @@ def test_answers_are_those_of_a_fresh_engine(shape, compilations):
     engine.update_weights(copied, donate=True)
     assert collect(engine, REQUESTS) == expected[0]
     assert not compilations and copied.llama.lower.gate.is_deleted()
+    with pytest.raises(UsageError, match="was donated before: its arrays are deleted"):
+        engine.update_weights(copied, donate=True)
+    assert collect(engine, REQUESTS) == expected[0], "nothing has changed"
     engine.update_weights(jax.tree.map(np.asarray, second))
     assert collect(engine, REQUESTS) == expected[1]
 
