@@ -49,21 +49,26 @@ def private_directory(option: str, folder: str | os.PathLike[str]) -> Path:
     """`folder`, the value of `option`, made for its owner alone if it is absent; `~` is the home
     directory.
 
-    For what this process later trusts. Raises `UsageError` if others own it or can write it, and
-    `OSError` if it cannot be made.
+    For what this process later trusts. Raises `UsageError` if it is a file, or others own it or can
+    write it, and `OSError` if it cannot be made.
     """
     path = Path(folder).expanduser()
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise UsageError(f"`{option}`={path}: is not a folder", option=option) from None
     status = path.stat()
     if hasattr(os, "getuid") and status.st_uid != os.getuid():
         raise UsageError(
-            f"`{option}`={path}: belongs to another user, who could put code there; choose "
-            f"another folder"
+            f"`{option}`={path}: belongs to another user, and what is there is trusted; choose "
+            f"another folder",
+            option=option,
         )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise UsageError(
-            f"`{option}`={path}: others can write there, and so run code here; chmod 700 "
-            f"it, or choose another folder"
+            f"`{option}`={path}: others can write there, and what is there is trusted; chmod 700 "
+            f"it, or choose another folder",
+            option=option,
         )
     return path
 

@@ -96,8 +96,16 @@ def test_what_was_compiled_serves_the_next_start(tmp_path):
 
 def test_a_folder_that_others_can_write_is_refused(tmp_path):
     tmp_path.chmod(0o777)
-    with pytest.raises(UsageError, match="others can write there, and so run code here; chmod 700"):
+    with pytest.raises(UsageError, match="others can write there, and what is there is trusted; chm"):
         enable_compilation_cache(tmp_path)
+
+
+def test_a_file_is_not_a_folder(tmp_path):
+    path = tmp_path / "file"
+    path.touch()
+    for given in (path, path / "cache"):
+        with pytest.raises(UsageError, match=f"`compile_cache`={given}: is not a folder"):
+            enable_compilation_cache(given)
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="no owners on this system")

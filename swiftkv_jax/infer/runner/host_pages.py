@@ -37,7 +37,7 @@ from ..engine.page_store import FINGERPRINT_BYTES, MAX_UNWRITTEN, PageStore
 from ..engine.shapes import Shapes
 from .exit import wait_at_exit
 from .layout import Layout
-from .memory import host_memory
+from .memory import host_memory, size_of
 from .prefill_chunk import INVALID_PAGE
 from .serving_form import Weights
 
@@ -87,13 +87,14 @@ def num_host_pages(options: EngineOptions, layout: Layout, platform: str) -> int
         ("prefix_cache_disk", LEAST_PAGES),
     ):
         if (given := getattr(options, name)) is not None and given < least * page:
-            needed = f"{least * page / 2**20:.1f} MiB"
-            raise _refusal(f"={given} is too small: {least} pages of this model are {needed}", name)
+            needed = f"{least} pages of this model are {size_of(least * page)}"
+            raise _refusal(f"={size_of(given)} is too small: {needed}", name)
     if size > (most := host_memory()):
-        raise _refusal(f"={size} exceeds the memory of this machine, {most / GIB:.1f} GiB")
-    if platform == "gpu" and size > (most := _pinned_limit()) * GIB:
-        text = f"={size} exceeds the {most} GiB that JAX may pin: raise the variable {PINNED_LIMIT}"
+        text = f"={size_of(size)} exceeds the memory of this machine, {size_of(most)}"
         raise _refusal(text)
+    if platform == "gpu" and size > (most := _pinned_limit()) * GIB:
+        most = f"the {most} GiB that JAX may pin: raise the variable {PINNED_LIMIT}"
+        raise _refusal(f"={size_of(size)} exceeds {most}")
     return size // page - unwritten
 
 

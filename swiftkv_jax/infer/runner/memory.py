@@ -52,12 +52,12 @@ class MemoryPlan:
         return max(0, self.total - self.limit) if self.limit is not None else 0
 
     def __str__(self) -> str:
-        of = "" if self.limit is None else f" of {_size(self.limit)}"
-        kept = f"the model they were copied from {_size(self.kept)} + " if self.kept else ""
+        of = "" if self.limit is None else f" of {size_of(self.limit)}"
+        kept = f"the model they were copied from {size_of(self.kept)} + " if self.kept else ""
         return (
-            f"memory per device: weights {_size(self.weights)} + {kept}"
-            f"KV cache {_size(self.cache)} + rows {_size(self.rows)} + "
-            f"temporaries {_size(self.temporaries)} ({self.program}) = {_size(self.total)}{of}"
+            f"memory per device: weights {size_of(self.weights)} + {kept}"
+            f"KV cache {size_of(self.cache)} + rows {size_of(self.rows)} + "
+            f"temporaries {size_of(self.temporaries)} ({self.program}) = {size_of(self.total)}{of}"
         )
 
 
@@ -159,5 +159,6 @@ def _temporaries(executable: jax.stages.Compiled) -> int:
     )
 
 
-def _size(count: int) -> str:
+def size_of(count: int) -> str:
+    """A number of bytes in GiB or MiB."""
     return f"{count / GIB:.2f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"

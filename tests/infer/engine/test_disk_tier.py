@@ -301,7 +301,7 @@ def test_what_cannot_be_kept_on_disk_is_refused(tmp_path):
     folder = {"prefix_cache_dir": tmp_path}
     refused("`prefix_cache_dir` needs `prefix_cache_disk`", **folder)
     refused("`prefix_cache_disk` needs `prefix_cache_dir`", prefix_cache_disk=2**20)
-    refused("`prefix_cache_disk`=100 is too small", prefix_cache_disk=100, **folder)
+    refused("`prefix_cache_disk`=0.0 MiB is too small: 16 pages", prefix_cache_disk=100, **folder)
     tmp_path.chmod(0o750)
     refused("others can read there", prefix_cache_disk=2**20, **folder)
     with pytest.raises(UsageError, match="`prefix_cache_dir` needs `prefix_cache_host`"):
