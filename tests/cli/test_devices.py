@@ -96,7 +96,7 @@ def test_what_was_compiled_serves_the_next_start(tmp_path):
 
 def test_a_folder_that_others_can_write_is_refused(tmp_path):
     tmp_path.chmod(0o777)
-    with pytest.raises(UsageError, match="others can write there, and what is there is trusted; chm"):
+    with pytest.raises(UsageError, match="others can write there, and what is there is trusted"):
         enable_compilation_cache(tmp_path)
 
 

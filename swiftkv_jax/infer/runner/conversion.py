@@ -55,7 +55,8 @@ class Conversion:
         `UsageError` unless its config, parts, shapes and dtypes are the first one's, and for one
         that was donated. The dtype of a delta may be another: it is cast."""
         check_model(model)
-        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(model)):
+        leaves = jax.tree.leaves(model)
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
             raise UsageError("`model` was donated before: its arrays are deleted; load it again")
         expected, tree = jax.tree_util.tree_flatten_with_path(self._served(self.shapes))
         found, tree_found = jax.tree_util.tree_flatten_with_path(self._served(model))
