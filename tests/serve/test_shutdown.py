@@ -8,12 +8,13 @@ import time
 
 import pytest
 
+from swiftkv_jax.infer.engine.page_store import MAX_UNWRITTEN
 from swiftkv_jax.serve import server
-from swiftkv_jax.serve.service.engine_thread import EngineThread
+from swiftkv_jax.serve.service.engine_thread import Ended, EngineThread
 from swiftkv_jax.serve.service.generation import Generation
 from tests.infer.engine.mock_requests import ask, prompt_of
 from tests.infer.mock_model_runner import mock_engine
-from tests.serve.conftest import later, read_all
+from tests.serve.conftest import later, read_all, until
 from tests.serve.test_ends import BODY, SLOW
 
 
@@ -244,6 +245,27 @@ def test_an_idle_engine_that_gets_a_request_has_not_stalled():
     wake()
     assert ended.wait(10) and thread.stalled_seconds < 0.2
     assert thread.stop(10)
+
+
+def test_an_idle_server_writes_what_it_has(tmp_path, monkeypatch):
+    """A kill, or the next burst, would lose it."""
+    engine, runner = mock_engine(num_pages=16, host_pages=64, folder=tmp_path)
+    store, host = runner.host_pages.store, engine.pools[0].host
+    assert store is not None and host is not None
+    encode, go_on = store._encode, threading.Event()
+    monkeypatch.setattr(store, "_encode", lambda page: go_on.wait(10) and encode(page))
+    ended: list[object] = []
+    thread = EngineThread(engine, ended.extend, ended.append)
+    thread.start()
+    for number in range(8):
+        thread.submit(number, ask(prompt_of(number, 33)))
+    until(lambda: sum(isinstance(event, Ended) for _, event in ended) == 8)
+    until(lambda: thread._last_step is None)
+    assert len(host) > 2 * MAX_UNWRITTEN
+    go_on.set()
+    until(lambda: store.saved == len(host))
+    assert not store.misses and thread.stop(10)
+    store.close()
 
 
 def test_events_of_the_loop_are_one_call_a_step(start):

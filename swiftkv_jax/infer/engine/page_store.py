@@ -76,6 +76,8 @@ class PageStore:
         """Pages that could not be read or written, by the reason."""
         self.capacity = limit // (HEADER.size + page_bytes)
         """Pages that there is room for."""
+        self.on_written: Callable[[], object] = lambda: None
+        """Called in a thread when a page is no longer waiting to be written."""
         self._folder = folder
         self._limit = limit
         self._page_bytes = page_bytes
@@ -163,11 +165,13 @@ class PageStore:
         finally:
             with self._lock:
                 self._unwritten.discard((fingerprint, key))
+            self.on_written()
 
     def _write_file(self, path: Path, parts: Sequence[Buffer]) -> None:
         partial = path.with_suffix(_PARTIAL)
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for folder in (path.parent.parent, path.parent):  # the cache's own is not made again
+                folder.mkdir(mode=0o700, exist_ok=True)
             with partial.open("wb") as file:
                 for part in parts:
                     file.write(part)

@@ -76,6 +76,9 @@ class EngineThread:
         self._aborted: collections.deque[tuple[int, int | None]] = collections.deque()
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
         self._wake = threading.Event()
+        for pool in engine.pools:
+            if pool.host is not None and pool.host.store is not None:
+                pool.host.store.on_written = self._wake.set
         self._stopping = False
         self._has_ended = False
         self._ids: dict[int, int] = {}
@@ -185,6 +188,9 @@ class EngineThread:
                 if engine.has_work:
                     events += self._step()
                     self._take_cache_events()
+                else:
+                    for pool in engine.pools:  # more pages may wait to be written to disk
+                        pool.move_pages()
                 self.snapshot = self._take_snapshot()
                 if events:
                     self._deliver(events)

@@ -5,6 +5,7 @@ import errno
 import functools
 import gc
 import random
+import shutil
 import time
 import weakref
 
@@ -23,7 +24,7 @@ from swiftkv_jax.serve.command import warm
 from tests.infer.engine.mock_requests import ask, check_empty, drain, prompt_of
 from tests.infer.engine.test_engine import collect, prompts_of, small
 from tests.infer.engine.test_host_tier import Memory, pool_of
-from tests.infer.engine.test_page_store import KEYS, files, store_of, write
+from tests.infer.engine.test_page_store import KEYS, files, read, store_of, write
 from tests.infer.engine.test_scheduler import answers
 from tests.infer.engine.test_update_weights import model
 from tests.infer.mock_model_runner import continuation, mock_engine
@@ -61,6 +62,19 @@ def test_a_restart_answers_from_disk(tmp_path):
     again.update_weights(model(0))
     again.reset_stats()
     assert answers(again, requests) == expected and again.prefix_stats.hits > 0
+    store.close()
+
+
+def test_a_folder_that_is_removed_is_not_made_again(tmp_path, caplog):
+    """Nothing would lock it, nor close it to others; one line says so."""
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    store = store_of(folder)
+    write(store, 1)
+    shutil.rmtree(folder)
+    write(store, 2, 3)
+    assert not folder.exists() and len(caplog.records) == 1 and str(folder) in caplog.text
+    assert store.misses == {"write": 2} and read(store, 1) == {1: None} and len(store) == 0
     store.close()
 
 
