@@ -254,6 +254,8 @@ class PagePool:
         `load` to fill."""
         if self.shortage(shared, count):
             return None
+        if self.host is not None and self.host.store is not None:
+            self.host.store.use(keys[: len(shared)])
         loads = [number for number, page in enumerate(shared) if page == ON_HOST]
         table = [*self.share_pages(shared)]
         if loads:

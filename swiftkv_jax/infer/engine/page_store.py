@@ -41,6 +41,8 @@ MAX_UNWRITTEN = 16
 """Most pages that wait to be written. They may have left their slots in host memory by then."""
 READERS = 4
 """Files that are read at a time."""
+TOUCH_SECONDS = 60.0
+"""Time between two updates of the times of files whose pages are used on the device or the host."""
 EXIT_SECONDS = 5.0
 """Time that the threads have at the end of the process."""
 _NAME = re.compile(rf"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}/[0-9a-f]{{2}}/[0-9a-f]{{64}}")
@@ -89,6 +91,9 @@ class PageStore:
         self._sizes: OrderedDict[str, int] = OrderedDict()
         self._total = 0
         self._unwritten: set[tuple[bytes, bytes]] = set()
+        # Those that were used since `_touched_at`, the last used last.
+        self._used: OrderedDict[bytes, None] = OrderedDict()
+        self._touched_at = -TOUCH_SECONDS
         self._read: queue.SimpleQueue[tuple[bytes, bytes, Any]] = queue.SimpleQueue()
         self._waited: list[tuple[bytes, bytes, Any]] = []
         self._writes: _Tasks = queue.SimpleQueue()
@@ -239,6 +244,20 @@ class PageStore:
         return self._decode(body)
 
     # Files --------------------------------------------------------------------
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        """Make those of these pages that are there the last used ones, the first the very last. A
+        thread sets the times of their files, once in `TOUCH_SECONDS`."""
+        with self._lock:
+            for key in reversed(keys):
+                if (name := self._name(self.fingerprint, key)) in self._sizes:
+                    self._sizes.move_to_end(name)
+                    self._used[key] = None
+                    self._used.move_to_end(key)
+        if self._used and time.monotonic() - self._touched_at >= TOUCH_SECONDS:
+            self._touched_at = time.monotonic()
+            self._writes.put(functools.partial(self.touch, [*reversed(self._used)]))
+            self._used.clear()
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Make those of these pages that are there the last used ones, the first the very last."""

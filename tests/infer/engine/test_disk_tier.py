@@ -24,7 +24,7 @@ from swiftkv_jax.serve.command import warm
 from tests.infer.engine.mock_requests import ask, check_empty, drain, prompt_of
 from tests.infer.engine.test_engine import collect, prompts_of, small
 from tests.infer.engine.test_host_tier import Memory, pool_of
-from tests.infer.engine.test_page_store import KEYS, files, read, store_of, write
+from tests.infer.engine.test_page_store import FILE, KEYS, files, read, store_of, write
 from tests.infer.engine.test_scheduler import answers
 from tests.infer.engine.test_update_weights import model
 from tests.infer.mock_model_runner import continuation, mock_engine
@@ -76,6 +76,38 @@ def test_a_folder_that_is_removed_is_not_made_again(tmp_path, caplog):
     assert not folder.exists() and len(caplog.records) == 1 and str(folder) in caplog.text
     assert store.misses == {"write": 2} and read(store, 1) == {1: None} and len(store) == 0
     store.close()
+
+
+def test_what_is_found_on_the_device_stays_on_disk(tmp_path):
+    """Others make room for more: a kill loses nothing of what is asked for again and again."""
+    engine, runner = mock_engine(num_pages=24, host_pages=64, folder=tmp_path, disk_pages=32)
+    store = runner.host_pages.store
+    assert store is not None
+    prompt = prompt_of(0, 33)
+    answers(engine, [ask(prompt)])
+    for number in range(1, 12):
+        answers(engine, [ask(prompt_of(number, 33))])
+        if number > 3:
+            answers(engine, [ask(prompt)])
+        assert store.wait_written(0, time.monotonic() + 10)
+    assert len(store) == 32 and store.loaded == 0
+    assert all(key in store for key in engine.pools[0].keys(prompt))
+    store.close()
+
+
+def test_times_of_files_follow_their_use(tmp_path):
+    """Once in a while, in a thread: the next process has the order."""
+    store = store_of(tmp_path)
+    write(store, 1, 2, 3)
+    for once in (True, False):
+        store.use([KEYS[2], KEYS[1], KEYS[9]])
+        assert len(store._used) == (0 if once else 2)
+    assert [int(name.split("/")[1], 16) for name in store._sizes] == [3, 1, 2]
+    write(store, 4)  # behind it in the queue
+    store.close()
+    less = store_of(tmp_path, 3 * FILE)
+    assert KEYS[3] not in less and len(less) == 3
+    less.close()
 
 
 def test_other_weights_read_nothing(tmp_path):
