@@ -42,6 +42,8 @@ class Report(Protocol):
 
 
 BACKLOG = 2048
+PERSIST_SHARE = 0.25
+"""Part of the time for a shutdown that is kept for writing the prefix cache to disk."""
 STOP_SECONDS = 5.0
 """Time that the last step of the engine has."""
 SWITCH_SECONDS = 0.0005
@@ -284,7 +286,8 @@ class _Stopping:
         service.stop_reading()
         if not self.second.is_set():
             self.deadline = time.monotonic() + options.shutdown_timeout
-        await _first(options.shutdown_timeout, self.second.wait(), service.idle.wait())
+        share = 1 - PERSIST_SHARE * service.engine.persists
+        await _first(share * options.shutdown_timeout, self.second.wait(), service.idle.wait())
         if not service.idle.is_set():
             service.abort_all()
             await _first(5.0, self.second.wait(), service.idle.wait())

@@ -126,6 +126,21 @@ def test_the_time_for_a_shutdown_is_limited(start):
     assert done == "[DONE]" and event["error"]["code"] == "draining"
 
 
+def test_requests_leave_time_to_write_what_is_cached(start, tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "PERSIST_SHARE", 0.9)
+    engine = {"num_pages": 72, "host_pages": 200, "folder": tmp_path}
+    running = start(engine=engine, shutdown_timeout=4.0, step_seconds=0.1)
+    running.post("/v1/completions", BODY | {"prompt": "abcd" * 25, "max_tokens": 1})
+    connection = running.busy(BODY)
+    running.stop()
+    running.check_end()
+    assert b"503" in connection.recv(4096)
+    connection.close()
+    store = running.runner.host_pages.store
+    assert store.saved >= 25
+    store.close()
+
+
 @pytest.mark.parametrize("delay", [0.0, 60.0])
 def test_a_second_signal_ends_at_once(start, delay):
     """It writes nothing to disk then."""

@@ -63,6 +63,12 @@ class MoveProgram:
         return f"{'save' if self.saves else 'load'} of {self.pages} pages"
 
 
+PAGE_FORMAT = 1
+"""Part of the name of a page on disk besides the version of this package. Raise it with each commit
+after which a page with the same key has other bytes or means another thing: another order or dtype
+of its arrays, another arithmetic of keys, values, scales or taps."""
+
+
 @struct.dataclass
 class HostPage:
     """One page of all cache layers."""
@@ -280,7 +286,7 @@ def _num_bytes(leaf: jax.ShapeDtypeStruct) -> int:
 
 def fingerprint(weights: Weights, layout: Layout, options: EngineOptions) -> bytes:
     """A digest of the weights as they are served, the architecture, the cut, the format of the
-    cache, the devices, the arithmetic, and the version of this package."""
+    cache, the devices, the arithmetic, and the versions of this package and of the format."""
     from ...checkpoints.digest import digest
 
     places = layout.replicated
@@ -289,6 +295,7 @@ def fingerprint(weights: Weights, layout: Layout, options: EngineOptions) -> byt
     leaves = jax.tree.leaves(dataclasses.replace(weights, adapters=(), speculator=None))
     facts = (
         __version__,
+        PAGE_FORMAT,
         layout.config,
         str(layout.cache_dtype),
         options.page_size,

@@ -76,8 +76,11 @@ class EngineThread:
         self._aborted: collections.deque[tuple[int, int | None]] = collections.deque()
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
         self._wake = threading.Event()
+        self.persists = False
+        """True if the prefix cache has a disk tier."""
         for pool in engine.pools:
             if pool.host is not None and pool.host.store is not None:
+                self.persists = True
                 pool.host.store.on_written = self._wake.set
         self._stopping = False
         self._has_ended = False

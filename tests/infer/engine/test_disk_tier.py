@@ -17,6 +17,7 @@ from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.host_tier import HostTier
 from swiftkv_jax.infer.engine.page_store import PageStore
 from swiftkv_jax.infer.engine.request_state import RequestState, SequenceState
+from swiftkv_jax.infer.runner import host_pages
 from swiftkv_jax.infer.runner.build import build_model_runner
 from swiftkv_jax.infer.runner.host_pages import fingerprint
 from swiftkv_jax.model.mesh import make_mesh
@@ -321,7 +322,7 @@ def test_a_model_goes_on_from_disk(tmp_path, shape):
     store.close()
 
 
-def test_what_pages_depend_on_is_in_their_fingerprint():
+def test_what_pages_depend_on_is_in_their_fingerprint(monkeypatch):
     common = {"prefix_cache_host": 2**22, "kv_cache_dtype": "int8"}
 
     def fingerprint_of(seed: int = 0, **fields) -> bytes:
@@ -337,6 +338,8 @@ def test_what_pages_depend_on_is_in_their_fingerprint():
         fingerprint_of(max_model_len=40),
     ]
     assert len({*found[:4]}) == 4 and found[4] == found[0] == fingerprint_of()
+    monkeypatch.setattr(host_pages, "PAGE_FORMAT", 0)
+    assert fingerprint_of() not in found
 
 
 def test_what_cannot_be_kept_on_disk_is_refused(tmp_path):
