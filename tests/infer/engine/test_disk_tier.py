@@ -195,6 +195,29 @@ def test_what_is_read_for_one_is_not_pushed_out_for_the_next(tmp_path, slots, nu
     runner.host_pages.store.close()
 
 
+def test_a_page_that_is_read_is_no_hit_before_it_is_there(tmp_path, monkeypatch):
+    """And `clear` takes its slot back."""
+    pool, host, memory = pool_of(4, 3)
+    store = memory.host_pages.open(tmp_path)
+    write(store, 1, 2)
+    monkeypatch.setattr(store, "read", lambda key: None)
+    assert host.fetch(KEYS[1:3]) == {*KEYS[1:3]}
+    assert pool.match(KEYS[1:3]) == [] and len(host) == 0
+    pool.clear()
+    assert sorted(host._free) == [0, 1, 2] and not host._reading
+    store.close()
+
+
+def test_a_damaged_file_takes_no_room(tmp_path):
+    store = store_of(tmp_path, 3 * FILE)
+    write(store, 1, 2, 3)
+    (tmp_path / store._name(store.fingerprint, KEYS[1])).write_bytes(b"")
+    assert read(store, 1) == {1: None}
+    write(store, 4)
+    assert all(KEYS[number] in store for number in (2, 3, 4)) and store._total == 3 * FILE
+    store.close()
+
+
 def test_a_disk_that_stalls_takes_no_more_slots(tmp_path, monkeypatch):
     """Pages that are in host memory stay; what comes late is taken, and then more is read."""
     memory = Memory()

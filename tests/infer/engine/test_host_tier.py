@@ -144,6 +144,14 @@ def test_the_longest_unused_page_of_the_host_is_dropped():
     assert pool.match(first) == [ON_HOST] * 2 and pool.match(second) == [ON_HOST] * 4
 
 
+def test_a_page_that_leaves_the_device_again_was_used():
+    host = HostTier(2, Memory())
+    first, second, third = (bytes([number]) for number in range(3))
+    for page, key in enumerate((first, second, first, third)):
+        assert host.save(key, page)
+    assert first in host and third in host and second not in host
+
+
 def test_clear_forgets_both():
     pool, host, _ = pool_of(4, 8)
     first, second = fill(pool, 0, 4), fill(pool, 20, 4)

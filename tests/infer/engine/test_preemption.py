@@ -64,6 +64,18 @@ def test_a_preempted_request_waits_first():
     assert [state.request_id for state in engine._scheduler.waiting] == [1, 2]
 
 
+def test_a_preempted_request_keeps_its_salt():
+    """Also where its prompt filled no page: the first key is made then."""
+    engine, _ = mock_engine(slots=2, num_pages=32, reserve_tokens=3, max_model_len=128)
+    for number in (0, 1):
+        engine.add_request(ask(number, 100, cache_salt="a client's"))
+    while not engine.stats.preemptions:
+        engine.step()
+    (state,) = engine._scheduler.waiting
+    assert len(state.page_keys) > 1
+    assert state.page_keys == engine.pools[0].keys(state.prefill_token_ids, "a client's")
+
+
 def test_samples_of_one_prompt_reserve_all():
     engine, _ = mock_engine(slots=4, num_pages=64, reserve_tokens=3)
     params = SamplingParams(max_tokens=40, n=2, ignore_eos=True)
