@@ -10,7 +10,7 @@ import pytest
 
 from swiftkv_jax.infer.engine.page_store import MAX_UNWRITTEN
 from swiftkv_jax.serve import server
-from swiftkv_jax.serve.service.engine_thread import Ended, EngineThread
+from swiftkv_jax.serve.service.engine_thread import Ended, EngineThread, Event
 from swiftkv_jax.serve.service.generation import Generation
 from tests.infer.engine.mock_requests import ask, prompt_of
 from tests.infer.mock_model_runner import mock_engine
@@ -269,12 +269,12 @@ def test_an_idle_server_writes_what_it_has(tmp_path, monkeypatch):
     assert store is not None and host is not None
     encode, go_on = store._encode, threading.Event()
     monkeypatch.setattr(store, "_encode", lambda page: go_on.wait(10) and encode(page))
-    ended: list[object] = []
-    thread = EngineThread(engine, ended.extend, ended.append)
+    events: list[Event] = []
+    thread = EngineThread(engine, events.extend, lambda error: None)
     thread.start()
     for number in range(8):
         thread.submit(number, ask(prompt_of(number, 33)))
-    until(lambda: sum(isinstance(event, Ended) for _, event in ended) == 8)
+    until(lambda: sum(isinstance(event, Ended) for _, event in events) == 8)
     until(lambda: thread._last_step is None)
     assert len(host) > 2 * MAX_UNWRITTEN
     go_on.set()
