@@ -97,7 +97,7 @@ def test_the_time_of_a_refusal_tells_nothing_of_a_key(soak):
         headers = {b"authorization": b"Bearer " + wrong.encode()}
         begun = time.perf_counter_ns()
         try:
-            keys.name_of(headers)
+            keys.client_of(headers)
         except APIError:
             taken = time.perf_counter_ns() - begun
         else:
