@@ -129,6 +129,17 @@ def test_students_of_a_real_model_in_the_readme_are_the_measured_ones():
         "At half, calibrated with closer states, Gemma loses {} points of recall and {} of names, "
         "Qwen {} and {}."
     ).format(*lost) in " ".join(text_of(README).split())
+    trained = next(
+        cell
+        for cell in documents["gemma-3-270m", 1]["cells"]
+        if cell["trained_tokens"] == 2**18 and cell["restated_share"] == 0.5
+    )
+    lost = [points(trained, task)[1:] for task in ("recall", "identifiers")]
+    above = [f"{100 * text['above']['value']:.1f}" for text in trained["texts"].values()]
+    assert (
+        "Distilled on 0.26M tokens, half restated, Gemma loses {} and {}, at {} and {} % of "
+        "perplexity."
+    ).format(*lost, *above) in " ".join(text_of(README).split())
     two = sorted(
         (-cell["num_key_value_layers"], cell["human_eval"])
         for cell in documents["qwen2.5-coder-0.5b", 1]["cells"]
