@@ -39,6 +39,7 @@ from .lora_modules import check_lora_modules
 from .options import DEFAULT_TEMPERATURE, ServerOptions, is_loopback
 
 if TYPE_CHECKING:
+    from ..checkpoints.source import Source
     from .distributed.followers import Followers
 
 logger = logging.getLogger(__name__)
@@ -74,8 +75,10 @@ def main(args: argparse.Namespace) -> int:
     from ..checkpoints.tokenizer import has_chat_template
     from . import processes, server  # after the look for their packages
 
+    opened = functools.cache(functools.partial(open_model, model_options))
+
     def load(mesh: Mesh | None, report: server.Report) -> server.Loaded:
-        check_options(engine_options, model_options, mesh)
+        check_options(engine_options, opened(), model_options.uses_swiftkv, mesh)
         model = read_model(model_options, mesh)
         defaults = checkpoint_params(model) | sampling
         if "temperature" not in defaults:
@@ -109,7 +112,7 @@ def main(args: argparse.Namespace) -> int:
         return server.Loaded(engine, tokenizer, defaults, rate, compiler, adapters, facts)
 
     def serve(load: processes.Load, followers: Followers | None = None) -> int:
-        source = open_model(model_options)
+        source = opened()
         files = source.auxiliary_files
         for name, path in command.lora_modules.items():
             modules[name] = local_path(path, weights=False)
@@ -142,15 +145,16 @@ def main(args: argparse.Namespace) -> int:
             return runner.run(served) or OK
 
     if announces_several(model_options.coordinator_address):
-        open_model(model_options)  # a download ends before the others are waited for
+        opened()  # a download ends before the others are waited for
         return processes.run(model_options, engine_options, options.stall_timeout, load, serve)
     return serve(lambda report: load(setup_model_devices(model_options), report))
 
 
-def check_options(options: EngineOptions, model_options: ModelOptions, mesh: Mesh | None) -> None:
+def check_options(
+    options: EngineOptions, source: Source, swiftkv: bool | None, mesh: Mesh | None
+) -> None:
     """Raise `UsageError`, `CheckpointError` or `ConfigError` for what the model cannot be served
     with, before its weights are read."""
-    source, swiftkv = open_model(model_options), model_options.uses_swiftkv
     swiftkv = source.has_delta if swiftkv is None else swiftkv
     generated_kv, exact_tail = options.generated_kv, options.exact_tail
     served = served_config(source.config, swiftkv, generated_kv, exact_tail, mesh=mesh)

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from swiftkv_jax import demo
-from swiftkv_jax.cli.model_options import ModelOptions
+from swiftkv_jax.checkpoints import open_any
 from swiftkv_jax.errors import CheckpointError, UsageError
 from swiftkv_jax.infer.__main__ import main
 from swiftkv_jax.infer.commands.chat_template import chat_template_text, set_chat_template
@@ -156,10 +156,10 @@ def test_speculation_is_checked_before_the_model_is_read(tmp_path):
     head = heads.write(tmp_path / "head", fields, {})
     options = EngineOptions(speculative=SpeculativeConfig(model=str(head)))
     with pytest.raises(CheckpointError, match="head: missing: forget_emb.0.weight"):
-        command.check_options(options, ModelOptions(model=str(demo.SWIFTKV)), None)
+        command.check_options(options, open_any(demo.SWIFTKV), None, None)
     (head / "model.safetensors").rename(head / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="pytorch_model.bin: pickle files can run code"):
-        command.check_options(options, ModelOptions(model=str(demo.SWIFTKV)), None)
+        command.check_options(options, open_any(demo.SWIFTKV), None, None)
 
 
 @pytest.mark.long
