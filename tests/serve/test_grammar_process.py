@@ -120,6 +120,7 @@ def test_it_has_nothing_of_the_server(process):
 
 def compiling(compile_it: Callable[[str], object], pid: int) -> tuple[Future[object], int]:
     """(what will come of a grammar without an end, the process that compiles it)"""
+    until(lambda: not children(pid))  # that of the grammar before may still be ending
     asked = later(compile_it, StructuredOutputs(grammar=ENDLESS).to_grammar())
     until(lambda: children(pid))
     (child,) = children(pid)
