@@ -72,7 +72,7 @@ class MockHostPages:
         self.slots: dict[int, np.ndarray] = {}
         self.store: PageStore | None = None
         self.weights = b"the first weights"
-        self._size = size
+        self.page_bytes = 8 * size
 
     def get(self, slot: int) -> np.ndarray:
         return self.slots[slot]
@@ -92,7 +92,7 @@ class MockHostPages:
             folder,
             limit,
             self.fingerprint(),
-            8 * self._size,
+            self.page_bytes,
             encode=lambda page: [page],
             decode=lambda content: np.frombuffer(content, np.int64),
         )

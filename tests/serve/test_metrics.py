@@ -96,8 +96,11 @@ def test_prompts_that_come_from_host_memory_count_as_cached(start):
     assert 0 < hits <= cached == value(found, "vllm:prompt_tokens_cached", "_total")
     assert value(found, "vllm:prefix_cache_hits", "_total") == cached - hits
     assert value(found, "vllm:external_prefix_cache_queries", "_total") == 400 - cached + hits
-    loaded = value(found, "swiftkv:tier_pages_loaded", "_total", tier="host")
-    assert loaded == hits / 4 <= value(found, "swiftkv:tier_pages", tier="host")
+    saved, loaded = (
+        value(found, "swiftkv:tier_bytes", "_total", tier="host", direction=direction) / 8
+        for direction in ("saved", "loaded")
+    )
+    assert loaded == hits <= 4 * value(found, "swiftkv:tier_pages", tier="host") == saved
 
 
 def test_the_buckets_are_those_of_vllm(answered):

@@ -49,6 +49,7 @@ class TierCounts(NamedTuple):
     """Pages that were copied back."""
     misses: Mapping[str, int]
     """Pages that could not be read or written, by the reason."""
+    page_bytes: int
 
 
 class HostPagesBase(Protocol):
@@ -56,6 +57,8 @@ class HostPagesBase(Protocol):
 
     store: PageStore | None
     """Their files; None without `EngineOptions.prefix_cache_dir`."""
+    page_bytes: int
+    """Bytes of a page, on all devices together."""
 
     def get(self, slot: int) -> Any:
         """The page in a slot, for `store` to write."""
@@ -132,9 +135,11 @@ class HostTier:
 
     @property
     def counts(self) -> list[TierCounts]:
-        found = [TierCounts("host", len(self), self.saved, self.loaded, {})]
+        size = self._memory.host_pages.page_bytes
+        found = [TierCounts("host", len(self), self.saved, self.loaded, {}, size)]
         if (store := self.store) is not None:
-            found.append(TierCounts("disk", len(store), store.saved, store.loaded, store.misses))
+            counts = store.saved, store.loaded, store.misses
+            found.append(TierCounts("disk", len(store), *counts, store.page_bytes))
         return found
 
     def save(self, key: bytes, page: int) -> bool:

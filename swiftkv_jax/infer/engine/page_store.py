@@ -82,7 +82,8 @@ class PageStore:
         """Called in a thread when a page is no longer waiting to be written."""
         self._folder = folder
         self._limit = limit
-        self._page_bytes = page_bytes
+        self.page_bytes = page_bytes
+        """Bytes of a page, without those that are written in front of them."""
         self._encode = encode
         self._decode = decode
         self._lock = threading.Lock()
@@ -238,7 +239,7 @@ class PageStore:
         body = memoryview(content)[HEADER.size :]
         if len(content) < HEADER.size or HEADER.unpack_from(content) != (
             *(MAGIC, fingerprint, key),
-            *(self._page_bytes, zlib.crc32(body)),
+            *(self.page_bytes, zlib.crc32(body)),
         ):
             raise ValueError("its content is not what was written")
         return self._decode(body)

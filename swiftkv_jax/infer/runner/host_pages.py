@@ -37,7 +37,7 @@ from ..engine.page_store import FINGERPRINT_BYTES, MAX_UNWRITTEN, PageStore
 from ..engine.shapes import Shapes
 from .exit import wait_at_exit
 from .layout import Layout
-from .memory import host_memory, size_of
+from .memory import bytes_per_device, host_memory, size_of
 from .prefill_chunk import INVALID_PAGE
 from .serving_form import Weights
 
@@ -86,7 +86,7 @@ def num_host_pages(options: EngineOptions, layout: Layout, platform: str) -> int
         raise _refusal(f" is for one data-parallel shard, the mesh has {shards}")
     if jax.process_count() > 1:
         raise _refusal(f" is for one process, there are {jax.process_count()}")
-    page = num_devices(layout.mesh) * layout.page_bytes(options.page_size)
+    page = _page_bytes(layout, options.page_size)
     unwritten = 0 if options.prefix_cache_dir is None else MAX_UNWRITTEN
     for name, least in (
         ("prefix_cache_host", LEAST_PAGES + unwritten),
@@ -102,6 +102,11 @@ def num_host_pages(options: EngineOptions, layout: Layout, platform: str) -> int
         most = f"the {most} GiB that JAX may pin: raise the variable {PINNED_LIMIT}"
         raise _refusal(f"={size_of(size)} exceeds {most}")
     return size // page - unwritten
+
+
+def _page_bytes(layout: Layout, page_size: int) -> int:
+    """Bytes of a page in host memory: each device has a part, or a copy."""
+    return num_devices(layout.mesh) * bytes_per_device(host_page(layout, page_size))
 
 
 def _pinned_limit() -> int:
@@ -221,6 +226,11 @@ class HostPages:
                 decode=functools.partial(_decode, page),
             )
             wait_at_exit(self.store)
+
+    @functools.cached_property
+    def page_bytes(self) -> int:
+        """See `HostPagesBase`."""
+        return _page_bytes(self._layout, self._options.page_size)
 
     def start(self, compiled: Mapping[Any, Any]) -> None:
         """Take the programs."""

@@ -27,8 +27,8 @@ from ..service.service import Service
 
 LABELS = ("model_name", "engine")
 Row = tuple[Any, ...]
-"""(kind, name, description, value, label): with a label the value is a number for each of its
-values."""
+"""(kind, name, description, value, labels): with one label the value is a number for each of its
+values, with several for each tuple of theirs."""
 _STATS = (
     ("compilations", "compilations", "Programs compiled while serving."),
     ("step_host_seconds", "host_seconds", "Host time of steps."),
@@ -89,13 +89,16 @@ def _of_tiers(tiers: Sequence[TierCounts], prefix: PrefixStats) -> Iterator[Row]
     name, missed = "vllm:external_prefix_cache", prefix.queries - prefix.hits + prefix.host_hits
     yield Counter, f"{name}_queries", "Prompt tokens not found on the device.", missed
     yield Counter, f"{name}_hits", "Those that were found in host memory.", prefix.host_hits
-    for kind, field, end, text in (
-        (Gauge, "pages", "", "Pages of the prefix cache beyond the device."),
-        (Counter, "saved", "_saved", "Pages copied to a tier."),
-        (Counter, "loaded", "_loaded", "Pages copied back from it."),
-    ):
-        values = {one.tier: getattr(one, field) for one in tiers}
-        yield kind, f"swiftkv:tier_pages{end}", text, values, "tier"
+    pages = {one.tier: one.pages for one in tiers}
+    text = "Pages of the prefix cache beyond the device."
+    yield Gauge, "swiftkv:tier_pages", text, pages, "tier"
+    copied = {
+        (one.tier, direction): getattr(one, direction) * one.page_bytes
+        for one in tiers
+        for direction in ("saved", "loaded")
+    }
+    text = "Bytes copied to a tier, and back from it."
+    yield Counter, "swiftkv:tier_bytes", text, copied, "tier", "direction"
     misses: dict[str, int] = dict.fromkeys(("read", "damaged", "write", "queue"), 0)
     for one in tiers:
         misses.update(one.misses)
@@ -196,16 +199,12 @@ class _Collector:
         kind: type[Gauge | Counter],
         name: str,
         text: str,
-        value: float | Mapping[str, float],
-        label: str = "",
+        value: float | Mapping[str | tuple[str, ...], float],
+        *labels: str,
     ) -> Metric:
-        if not isinstance(value, Mapping):
-            family = kind(name, text, labels=LABELS)
-            family.add_metric(self._values, value)
-            return family
-        family = kind(name, text, labels=[*LABELS, label])
-        for one, count in value.items():
-            family.add_metric([*self._values, one], count)
+        family = kind(name, text, labels=[*LABELS, *labels])
+        for one, count in (value if isinstance(value, Mapping) else {(): value}).items():
+            family.add_metric([*self._values, *((one,) if isinstance(one, str) else one)], count)
         return family
 
     def _info(self, name: str, text: str, facts: Mapping[str, str], value: float = 1) -> Metric:
