@@ -218,10 +218,10 @@ def host_memory(args: argparse.Namespace, rng: np.random.Generator) -> dict[str,
     }
 
 
-def best(call: Callable[[], None], times: int = 5) -> float:
-    """Seconds of the fastest of some calls."""
+def best(call: Callable[[], None]) -> float:
+    """Seconds of the fastest of five calls."""
     found = []
-    for _ in range(times):
+    for _ in range(5):
         begin = time.perf_counter()
         call()
         found.append(time.perf_counter() - begin)

@@ -8,7 +8,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,6 @@ from swiftkv_jax.process import provenance as measured
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
-TOPOLOGY = "h200:1"
-"""Machine that programs are compiled for, to be counted, where there is none to run them on."""
 
 
 def add_flags(
@@ -58,13 +56,15 @@ def add_flags(
     )
 
 
-def matcher(pattern: str | None) -> Callable[[str], bool]:
-    """True if a name has a match of --only; every name without it. Raises `UsageError`."""
+def select(names: Sequence[str], pattern: str | None, what: str) -> list[str]:
+    """The names with a match of --only; all without it. Raises `UsageError` for none."""
     try:
-        expression = re.compile(pattern or "")
+        chosen = [name for name in names if re.search(pattern or "", name)]
     except re.error as error:
         raise UsageError(f"--only {pattern!r}: not a regular expression ({error})") from error
-    return lambda name: expression.search(name) is not None
+    if not chosen:
+        raise UsageError(f"--only {pattern!r}: no such {what}; {what}s: {'; '.join(names)}")
+    return chosen
 
 
 def _seconds(text: str) -> float:
@@ -96,32 +96,17 @@ def add_roofline(document: dict[str, Any], measured: Roofline) -> None:
 
 
 def begin(
-    args: argparse.Namespace,
-    benchmark: str,
-    seed: int,
-    compiled_for: str | None = None,
-    facts: dict[str, Any] | None = None,
+    args: argparse.Namespace, benchmark: str, seed: int, facts: dict[str, Any] | None = None
 ) -> tuple[dict[str, Any], Path | None]:
-    """The document of a run, and the file it goes to as `output_path` chooses it.
-
-    `compiled_for` names the described machine that programs are compiled for; None if they run on
-    this one. `facts` are those of `environment`, of a process that may start JAX's backend where
-    this one must not.
-    """
+    """The document of a run, and the file it goes to as `output_path` chooses it. `facts` are those
+    of `environment`, of a process that may start JAX's backend where this one must not."""
     document = {
         "benchmark": benchmark,
         **(facts or environment(seed)),
         "command": measured.command(),
-        "compiled_for": compiled_for or "this device",
     }
-    path = output_path(
-        args,
-        benchmark.replace("_", "-"),
-        document["device"]["kind"],
-        document["date"],
-        compiled_for=compiled_for,
-    )
-    return document, path
+    name = benchmark.replace("_", "-")
+    return document, output_path(args, name, document["device"]["kind"], document["date"])
 
 
 def environment(seed: int) -> dict[str, Any]:
@@ -139,29 +124,18 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
-def output_path(
-    args: argparse.Namespace,
-    name: str,
-    kind: str,
-    date: str,
-    *,
-    compiled_for: str | None = None,
-) -> Path | None:
+def output_path(args: argparse.Namespace, name: str, kind: str, date: str) -> Path | None:
     """The file for the JSON: `--output`, or `default_path`; None for a smoke run without
     `--output`, whose times mean nothing. Raises `UsageError` if it cannot be written."""
     if args.output is None and args.shapes == "smoke":
         return None
-    path = args.output or default_path(name, kind, date, compiled_for=compiled_for)
+    path = args.output or default_path(name, kind, date)
     check_writable(path)
     return path
 
 
-def default_path(name: str, kind: str, date: str, *, compiled_for: str | None = None) -> Path:
-    """`results/kernels-nvidia-h200-20261121-093000.json`, or with `compiled_for="h200:1"`, for
-    programs that were compiled for a machine and never ran on it,
-    `results/loss-compiled-for-h200-20261121-093000.json`."""
-    if compiled_for is not None:
-        kind = f"compiled for {compiled_for.split(':')[0]}"
+def default_path(name: str, kind: str, date: str) -> Path:
+    """`results/kernels-nvidia-h200-20261121-093000.json`."""
     stamp = date[:19].replace("-", "").replace(":", "").replace("T", "-")
     return RESULTS / f"{name}-{kind.lower().replace(' ', '-').replace('/', '-')}-{stamp}.json"
 

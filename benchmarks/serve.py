@@ -29,7 +29,6 @@ from typing import Any
 
 from swiftkv_jax import cli
 from swiftkv_jax.checkpoints.hf_config import config_to_hf
-from swiftkv_jax.errors import UsageError
 from swiftkv_jax.model.config import Config
 from swiftkv_jax.process import provenance
 
@@ -125,12 +124,14 @@ def _main(args: argparse.Namespace) -> int:
         model = str(folder) if args.shapes == "smoke" else "llama-3.1-8b"
         document: dict[str, Any] = {"seed": seed, "model": model, "status": status, "parts": parts}
         every = SMOKE if args.shapes == "smoke" else FULL | W8A8
-        for part, flags in select(every, args.only).items():
+        for part in report.select(list(every), args.only, "part"):
             left = args.seconds - (time.monotonic() - start)
             if left <= 0:
                 status[part] = "left out: no time"
                 continue
-            command = f"{flags} --config {shlex.quote(model)} --load-format dummy --seed {seed}"
+            command = (
+                f"{every[part]} --config {shlex.quote(model)} --load-format dummy --seed {seed}"
+            )
             if args.attention is not None:
                 command += f" --attention {shlex.quote(args.attention)}"
             status[part], found = _run(part, shlex.split(command), folder / f"{part}.json", left)
@@ -143,8 +144,8 @@ def _main(args: argparse.Namespace) -> int:
                     path = report.output_path(args, "serve", kind, date)
             report.write_json(path, document)
     if args.shapes == "full" and parts:
-        judged = judge(parts, document["device"]["kind"])
-        print(section("Targets", table(("", "release", "best", "measured"), judged)))
+        judged = [each[:3] for each in judge(parts, document["device"]["kind"])]
+        print(section("Targets", table(("", "release", "measured"), judged)))
     report.write_json(path, document)
     print("\n".join(f"{part}: {what}" for part, what in status.items()))
     return cli.ERROR if any(what.startswith("failed") for what in status.values()) else cli.OK
@@ -154,15 +155,6 @@ def _facts(part: dict[str, Any]) -> dict[str, Any]:
     """What a document says of its run, from the first part that was measured."""
     same = {name: part[name] for name in ("date", "device", "versions", "commit")}
     return {"benchmark": "serve", "command": provenance.command()} | same
-
-
-def select(parts: dict[str, str], pattern: str | None) -> dict[str, str]:
-    """The parts whose name matches. Raises `UsageError`."""
-    matches = report.matcher(pattern)
-    chosen = {name: flags for name, flags in parts.items() if matches(name)}
-    if not chosen:
-        raise UsageError(f"--only {pattern!r}: no such part; parts: {', '.join(parts)}")
-    return chosen
 
 
 def _run(

@@ -32,7 +32,7 @@ from swiftkv_jax import cli
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.process import files
 
-from .report import ROOT, matcher
+from .report import ROOT, select
 
 GRACE = 10.0
 """Seconds from the request to end to being killed."""
@@ -80,12 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(args: argparse.Namespace) -> int:
     output = args.output.absolute()
-    matches = matcher(args.only)
     steps = read_plan(args.plan, output)
-    chosen = [step for step in steps if step.required or matches(step.name)]
-    if all(step.required for step in chosen):
-        names = ", ".join(step.name for step in steps)
-        raise UsageError(f"--only {args.only!r}: no such step; steps: {names}")
+    names = select([step.name for step in steps if not step.required], args.only, "step")
+    chosen = [step for step in steps if step.required or step.name in names]
     return short_run(chosen, args.seconds, output)
 
 

@@ -92,10 +92,10 @@ class Timing:
     long_runs: list[float]
 
 
-def jax_program(call: Callable, sets: Sequence, *, platform: str | None = None) -> Program:
+def jax_program(call: Callable, sets: Sequence) -> Program:
     """A program of `call` of each of `sets`, compiled and run once."""
     options = None
-    if (platform or jax.default_backend()) in ("gpu", "cuda"):
+    if jax.default_backend() == "gpu":
         # As plain launches on one stream, calls run one after the other. A CUDA graph could overlap
         # them, and would have to be updated on every run, whose outputs lie elsewhere.
         options = {"xla_gpu_enable_command_buffer": ""}

@@ -4,19 +4,13 @@
     python -m benchmarks.train_step --only '^32 layers' some of the variants
     python -m benchmarks.train_step --shapes smoke      tiny shapes, also on a CPU
 
-Without a GPU it compiles the steps for an H200:
-
-    PYTHONPATH=.venv/compilers JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 \\
-        python -m benchmarks.train_step
-
-Without a device every variant of the step at the shape of Llama-3.1-8B is compiled for an H200: its
-compiler's memory against the planned. With a device every variant runs in a process of its own, so
-that its peak of memory is its own and a failure leaves the others alone: the step of `python -m
-swiftkv_jax.train` with random bfloat16 weights on packed rows of 8,192 tokens. MFU counts the
-model's FLOPs and `busy` also those that are computed again, both of the published peak where it is
-known and of what a large product reaches here. The table goes to stdout, JSON to
-`benchmarks/results/` (of a smoke run only to `--output`), rewritten after every row. Exit code 1 if
-a variant fails or nothing was measured.
+Every variant runs in a process of its own, so that its peak of memory is its own and a failure
+leaves the others alone: the step of `python -m swiftkv_jax.train` at the shape of Llama-3.1-8B,
+with random bfloat16 weights on packed rows of 8,192 tokens. MFU counts the model's FLOPs and `busy`
+also those that are computed again, both of the published peak where it is known and of what a large
+product reaches here. The table goes to stdout, JSON to `benchmarks/results/` (of a smoke run only
+to `--output`), rewritten after every row. Exit code 1 if a variant fails or nothing was measured.
+Without a device, `swiftkv train --dry-run --topology h200:1` compiles a step and plans its memory.
 """
 
 from __future__ import annotations
@@ -28,15 +22,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from swiftkv_jax import cli
-from swiftkv_jax.errors import UsageError
 from swiftkv_jax.plan.hardware import GIB, hardware_of
 from swiftkv_jax.plan.roofline import Roofline
-from swiftkv_jax.plan.topology import topology_mesh
 
 from . import report
-from .report import TOPOLOGY
 from .timing import SMOKE_PLAN, Plan
-from .train_variants import SIZES, Variant, compile_step, described, documents, run_step
+from .train_variants import SIZES, Variant, described, documents, run_step
 from .worker import WorkerError, alone
 
 MEMORY_ERROR = 0.10
@@ -60,21 +51,15 @@ def _main(args: argparse.Namespace) -> int:
     start = time.monotonic()
     seed = report.new_seed(args.seed)
     size = SIZES[args.shapes]
-    matches = report.matcher(args.only)
-    variants = [variant for variant in size.variants if matches(variant.name)]
-    if not variants:
-        names = "; ".join(variant.name for variant in size.variants)
-        raise UsageError(f"--only {args.only!r}: no such variant; variants: {names}")
+    names = report.select([variant.name for variant in size.variants], args.only, "variant")
+    variants = [variant for variant in size.variants if variant.name in names]
     # From another process: one that has started JAX's backend would keep a device from variants.
     facts = alone(report.environment, seed)
-    device = facts["device"]["platform"] != "cpu"
-    here = device or args.shapes == "smoke"  # else the device is described, not there
-    document, path = report.begin(args, "train_step", seed, None if here else TOPOLOGY, facts)
+    document, path = report.begin(args, "train_step", seed, facts)
     document |= {"length": size.length, "documents": documents(size.length), "rows": []}
-    cli.log(f"{document['compiled_for']}, seed {seed}, writing {path or 'nothing'}")
-    roofline = alone(report.roofline, args.shapes) if here else None
-    if roofline is not None:
-        report.add_roofline(document, roofline)
+    cli.log(f"{document['device']['kind']}, seed {seed}, writing {path or 'nothing'}")
+    roofline = alone(report.roofline, args.shapes)
+    report.add_roofline(document, roofline)
     for number, variant in enumerate(variants):
         row = described(size, variant)
         spent = time.monotonic() - start
@@ -101,25 +86,17 @@ def _main(args: argparse.Namespace) -> int:
 
 
 def measure_row(
-    shapes: str, variant: Variant, seed: int, roofline: Roofline | None, kind: str
+    shapes: str, variant: Variant, seed: int, roofline: Roofline, kind: str
 ) -> dict[str, Any]:
-    """The compiler's figures, and with `roofline` those of the device, one of `kind`; a failure is
-    recorded as `error`."""
+    """The figures of a variant on the device, one of `kind`; a failure is recorded as `error`."""
+    plan = SMOKE_PLAN if shapes == "smoke" else Plan()
     try:
-        if roofline is None:
-            return _with_error(
-                compile_step(SIZES[shapes], variant, topology_mesh(TOPOLOGY, (1, 1)))
-            )
-        row = alone(run_step, SIZES[shapes], variant, seed, _plan(shapes), seconds=VARIANT_SECONDS)
+        row = alone(run_step, SIZES[shapes], variant, seed, plan, seconds=VARIANT_SECONDS)
     except WorkerError as error:
         return {"error": str(error)}
-    except Exception as error:
-        return {"error": report.reason(error)}
-    return _with_error(row | utilisation(row, roofline, kind))
-
-
-def _plan(shapes: str) -> Plan:
-    return SMOKE_PLAN if shapes == "smoke" else Plan()
+    peak = row.get("peak_bytes") or row["compiled_peak_bytes"]
+    row["plan_error"] = row["planned_bytes"] / peak - 1
+    return row | utilisation(row, roofline, kind)
 
 
 def utilisation(row: dict[str, Any], roofline: Roofline, kind: str) -> dict[str, float]:
@@ -136,13 +113,6 @@ def utilisation(row: dict[str, Any], roofline: Roofline, kind: str) -> dict[str,
             "busy_of_peak": row["computed_tflops"] / peak,
         }
     return shares
-
-
-def _with_error(row: dict[str, Any]) -> dict[str, Any]:
-    """With the distance of the planned memory from the device's, or where there is none from the
-    compiler's."""
-    peak = row.get("peak_bytes") or row["compiled_peak_bytes"]
-    return row | {"plan_error": row["planned_bytes"] / peak - 1} if "planned_bytes" in row else row
 
 
 # Tables -----------------------------------------------------------------------
@@ -163,26 +133,19 @@ def judge(document: dict[str, Any]) -> list[dict[str, Any]]:
 def _line(row: dict[str, Any]) -> str:
     if "error" in row or "skipped" in row:
         return f"{row['name']:52} {row.get('error') or row['skipped']}"
-    line = f"{row['name']:52} "
-    if "seconds" in row:
-        line += f"{report.duration(row['seconds']):>9} {row['tokens_per_second']:9,.0f} tokens/s, "
-        line += "".join(
-            f"{name.replace('_', ' ')} {row[name]:.1%}, "
-            for name in ("mfu_of_peak", "mfu_of_product", "busy_of_product")
-            if name in row
-        )
-    memory = {
-        "peak": row.get("peak_bytes"),
-        "compiled": row["compiled_peak_bytes"],
-        "planned": row.get("planned_bytes"),
-    }
-    line += (
-        ", ".join(
-            f"{name} {value / GIB:.2f}" for name, value in memory.items() if value is not None
-        )
-        + " GiB"
+    line = f"{row['name']:52} {report.duration(row['seconds']):>9} "
+    line += f"{row['tokens_per_second']:9,.0f} tokens/s, "
+    line += "".join(
+        f"{name.replace('_', ' ')} {row[name]:.1%}, "
+        for name in ("mfu_of_peak", "mfu_of_product", "busy_of_product")
+        if name in row
     )
-    return line + (f" ({row['plan_error']:+.1%})" if "plan_error" in row else "")
+    line += "".join(
+        f"{name} {row[f'{field}_bytes'] / GIB:.2f}, "
+        for name, field in (("peak", "peak"), ("compiled", "compiled_peak"), ("planned", "planned"))
+        if row.get(f"{field}_bytes") is not None
+    )
+    return f"{line.removesuffix(', ')} GiB ({row['plan_error']:+.1%})"
 
 
 if __name__ == "__main__":

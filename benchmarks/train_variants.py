@@ -1,5 +1,4 @@
-"""Variants of the training step: each compiled for a device that is only described, or run on one
-that is here."""
+"""Variants of the training step, and one of them run on the device."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from swiftkv_jax.model.batch import Batch
 from swiftkv_jax.model.config import Config
 from swiftkv_jax.model.initialization import init_llama, init_swiftkv
 from swiftkv_jax.model.mesh import make_mesh
-from swiftkv_jax.model.params import Llama, llama_shapes
+from swiftkv_jax.model.params import Llama
 from swiftkv_jax.model.sharding import llama_shardings, swiftkv_shardings
 from swiftkv_jax.model.transformer import Remat
 from swiftkv_jax.pallas_kernels import Implementation
@@ -33,7 +32,6 @@ from swiftkv_jax.train.run.step import (
     make_optimizer,
     make_train_step,
     micro_batch_sharding,
-    state_shapes,
 )
 
 from .serve import TINY
@@ -97,8 +95,18 @@ def documents(length: int) -> list[int]:
     return [length * part // sum(SIXTEENTHS) for part in SIXTEENTHS]
 
 
-def step_of(size: Size, variant: Variant, mesh: Mesh) -> tuple[Config, Recipe, Any, Any]:
-    """(architecture, recipe, optimizer, the jitted step of `swiftkv_jax.train.run.step`)."""
+def described(size: Size, variant: Variant) -> dict[str, Any]:
+    return (
+        {"name": variant.name}
+        | dataclasses.asdict(variant)
+        | {"tokens": variant.rows * size.length}
+    )
+
+
+def run_step(size: Size, variant: Variant, seed: int, plan: Plan) -> dict[str, Any]:
+    """Time a step that is not logged and read the device's peak of memory, which counts from the
+    start of this process."""
+    mesh = make_mesh((1, 1))
     config = dataclasses.replace(
         size.config, num_layers=variant.layers, num_key_value_layers=variant.layers // 2
     )
@@ -112,71 +120,23 @@ def step_of(size: Size, variant: Variant, mesh: Mesh) -> tuple[Config, Recipe, A
         attention=variant.attention,
     )
     optimizer = make_optimizer(recipe, STEPS)
-    return config, recipe, optimizer, make_train_step(config, recipe, optimizer, mesh)
-
-
-def described(size: Size, variant: Variant) -> dict[str, Any]:
-    return (
-        {"name": variant.name}
-        | dataclasses.asdict(variant)
-        | {"tokens": variant.rows * size.length}
-    )
-
-
-# The compiler's figures -------------------------------------------------------
-
-
-def compile_step(size: Size, variant: Variant, mesh: Mesh) -> dict[str, Any]:
-    """Memory as the compiler of `mesh`'s devices reports it, and as the plan of a run foresees
-    it."""
-    config, recipe, optimizer, step = step_of(size, variant, mesh)
-    shape = (1, variant.rows, size.length)
-    integers, floats = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32))
-    batch = Batch(integers, integers, integers, floats)
-    compiled = step.lower(
-        state_shapes(config, optimizer), llama_shapes(config, jnp.bfloat16), batch, False
-    )
-    return memory_of(compiled, planned_bytes(recipe, config, mesh))[1]
-
-
-def memory_of(
-    lowered: jax.stages.Lowered, planned: float | None
-) -> tuple[jax.stages.Compiled, dict[str, Any]]:
-    """(the compiled step, its memory in bytes beside the planned)."""
-    start = time.perf_counter()
-    compiled = lowered.compile()
-    seconds = time.perf_counter() - start
-    memory: Any = compiled.memory_analysis()
-    found = {
-        "compile_seconds": seconds,
-        "argument_bytes": memory.argument_size_in_bytes,
-        "temporary_bytes": memory.temp_size_in_bytes,
-        "compiled_peak_bytes": memory.peak_memory_in_bytes,
-    }
-    return compiled, found if planned is None else found | {"planned_bytes": planned}
-
-
-def planned_bytes(recipe: Recipe, config: Config, mesh: Mesh) -> float:
-    """Bytes of memory by the plan of a run."""
-    return sum(memory_of_a_step(recipe, config, mesh, jnp.dtype(jnp.bfloat16)).values())
-
-
-# On a device ------------------------------------------------------------------
-
-
-def run_step(size: Size, variant: Variant, seed: int, plan: Plan) -> dict[str, Any]:
-    """Time a step that is not logged and read the device's peak of memory, which counts from the
-    start of this process."""
-    mesh = make_mesh((1, 1))
-    config, recipe, optimizer, step = step_of(size, variant, mesh)
+    step = make_train_step(config, recipe, optimizer, mesh)
     llama, state = random_weights(config, optimizer, mesh, jax.random.key(seed))
     batches = [
         packed_batch(config, size.length, variant.rows, mesh, seed + number) for number in range(2)
     ]
     before = peak_bytes()
-    compiled, found = memory_of(
-        step.lower(state, llama, batches[0], False), planned_bytes(recipe, config, mesh)
-    )
+    start = time.perf_counter()
+    compiled = step.lower(state, llama, batches[0], False).compile()
+    memory: Any = compiled.memory_analysis()
+    planned = memory_of_a_step(recipe, config, mesh, jnp.dtype(jnp.bfloat16))
+    found = {
+        "compile_seconds": time.perf_counter() - start,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "compiled_peak_bytes": memory.peak_memory_in_bytes,
+        "planned_bytes": sum(planned.values()),
+    }
     program, losses = chained(compiled, state, llama, batches)
     del state
     program.run(1)

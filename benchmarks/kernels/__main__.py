@@ -63,17 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return cli.run(lambda: _main(args))
 
 
-def select(table: Sequence[Shape], pattern: str | None) -> list[Shape]:
-    """The rows whose name matches. Raises `UsageError`."""
-    matches = report.matcher(pattern)
-    chosen = [shape for shape in table if matches(shape.name)]
-    if not chosen:
-        raise UsageError(
-            f"--only {pattern!r}: no such row; rows: {', '.join(shape.name for shape in table)}"
-        )
-    return chosen
-
-
 def _main(args: argparse.Namespace) -> int:
     with Worker() as worker:
         return _measure(args, worker)
@@ -81,7 +70,8 @@ def _main(args: argparse.Namespace) -> int:
 
 def _measure(args: argparse.Namespace, worker: Worker) -> int:
     start = time.monotonic()
-    chosen = select(TABLES[args.shapes], args.only)
+    table = {shape.name: shape for shape in TABLES[args.shapes]}
+    chosen = [table[name] for name in report.select(list(table), args.only, "row")]
     available = worker.call(names_here)
     if unknown := set(args.implementation or ()) - set(available):
         name = min(unknown)

@@ -59,14 +59,13 @@ class Candidate:
     canonical: Callable[[Any], tuple] = _as_tuple
     """Conversion of the result of `call` to a tuple of B T N H and, for gradients, B K S H. Not
     timed."""
-    program: Callable[[Callable, Sequence], Program] = jax_program
     calls: int | None = None
     """Calls in a program, if fewer than there are sets."""
 
     def start(self, sets: Sequence[Set]) -> Program:
         """Prepare, compile and run once."""
         prepared = [self.prepare(one) for one in sets[-(self.calls or len(sets)) :]]
-        return self.program(self.call, prepared)
+        return jax_program(self.call, prepared)
 
 
 def ours(name: str, shape: Shape) -> Candidate:

@@ -101,13 +101,8 @@ def jobs(platform: str, pattern: str | None) -> list[Job]:
         for name in ("prefill", "decode", "prefill.packed", "backward")
         for dtype in (CACHES if name == "decode" else CACHES[:1])
     ]
-    matches = report.matcher(pattern)
-    chosen = [job for job in found if matches(job.name)]
-    if not chosen:
-        raise UsageError(
-            f"--only {pattern!r}: nothing has such a name; names are like {found[0].name!r}"
-        )
-    return chosen
+    chosen = report.select([job.name for job in found], pattern, "kernel")
+    return [job for job in found if job.name in chosen]
 
 
 def _main(args: argparse.Namespace) -> int:

@@ -191,7 +191,11 @@ def test_implementations_are_measured_apart_after_a_crash():
         (kernels, ["--implementation", "hopper"], "hopper: needs a Hopper GPU, this is cpu"),
         (kernels, ["--only", "chunk", "--output", "/dev/null/x"], "cannot be made"),
         (tune, [], "nothing to tune on a CPU"),
-        (tune, ["--only", "nothing such"], "nothing has such a name"),
+        (
+            tune,
+            ["--only", "nothing such"],
+            "no such kernel; kernels: hopper.prefill H128",
+        ),
     ],
 )
 def test_usage_errors_are_one_line(command, flags, message, monkeypatch, capsys):

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import re
 import shlex
 import shutil
 import subprocess
@@ -11,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import serve, short_run, train_variants
-from benchmarks.serve_targets import TARGETS, judge, missed
+from benchmarks import report, serve, short_run, train_variants
+from benchmarks.serve_targets import TARGETS, judge
 from swiftkv_jax.infer.bench import options as bench_options
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +60,7 @@ def test_steps_that_need_another_are_left_out(tmp_path, capfd):
     assert [one["exit"] for one in steps] == ["not found", "1", "left out"]
     assert not (tmp_path / "ran").exists() and "no GPU" in capfd.readouterr().out
     assert short_run.main([str(plan), "--output", str(found), "--only", "none"]) == 2
-    assert "no such step; steps: missing, device, writes" in capfd.readouterr().err
+    assert "no such step; steps: missing; writes" in capfd.readouterr().err
 
 
 def test_the_page_has_the_steps_of_the_first_hour(tmp_path):
@@ -118,10 +117,10 @@ def test_measurements_of_a_quarter_of_an_hour(tmp_path):
         assert dash == "-m" and Path(flags[flags.index("--output") + 1]).parent == tmp_path
         pattern = flags[flags.index("--only") + 1] if "--only" in flags else ""
         if module == "benchmarks.serve":
-            assert len(serve.select(serve.FULL | serve.W8A8, pattern)) == 1
+            assert len(report.select([*serve.FULL, *serve.W8A8], pattern, "part")) == 1
         elif module == "benchmarks.train_step":
             names = [variant.name for variant in train_variants.SIZES["full"].variants]
-            assert len([name for name in names if re.search(pattern, name)]) == 1
+            assert len(report.select(names, pattern, "variant")) == 1
         else:
             assert module in ("benchmarks.http_load", "benchmarks.drafts_and_tiers")
 
@@ -144,11 +143,12 @@ def test_targets_are_those_of_the_device():
     cell = {"input_len": 2048, "prompts": 64}
     part = {"rows": [{"variant": "swiftkv", "label": "2k", "cell": cell} | row]}
     kind = "NVIDIA H200"
-    assert missed({"decode-2k": part}, kind) == ["decode-2k, 2k: tokens/s"]
-    assert missed({"decode-2k": part}, "NVIDIA H100 80GB HBM3") == []
+    missed = ("decode-2k, 2k: tokens/s", "≥ 5,100", "5,000", False)
+    assert judge({"decode-2k": part}, kind) == [missed]
+    assert judge({"decode-2k": part}, "NVIDIA H100 80GB HBM3") == []
     row = part["rows"][0] | {"cell": {"input_len": 32768, "prompts": 1}, "ttft": 0.7}
     (ratio, ttft) = judge({"prefill": {"rows": [row]}}, kind)
-    assert ratio[1:] == ("≥ 0.950", "≥ 0.980", "0.991") and ttft[3] == "700"
+    assert ratio[1:] == ("≥ 0.950", "0.991", True) and ttft[1:] == ("≤ 900", "700", True)
     assert {target.part for each in TARGETS.values() for target in each} <= {
         *serve.FULL,
         *serve.W8A8,
