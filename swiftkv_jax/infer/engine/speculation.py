@@ -77,7 +77,8 @@ class DecodeCalls:
         takes = ended[0].matcher is None and not any(chunk.page_copies)
         # An exact head may end later than the target.
         ends = tokens[0].stop == ended[0].request_state.prefill_target
-        return takes and ends and tokens[0].num_tokens < self._shapes.chunks[-1]
+        # The next size takes longer than the decode step that it would spare.
+        return takes and ends and tokens[0].num_tokens not in self._shapes.chunks
 
     def choose(self, sequences: Sequence[SequenceState], one_step: bool = False) -> DecodeCall:
         """The call for these sequences: wide if one of them has drafts, and all have pages for the
