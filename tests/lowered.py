@@ -1,5 +1,6 @@
 """A compiled program of an engine, lowered without one."""
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -82,7 +83,10 @@ def lower_program(
         places = jax.eval_shape(lambda: init_adapters(served, options, dtype, None))
         places = jax.tree.map(lambda leaf: layout.array(leaf.shape, leaf.dtype), places)
         weights = dataclasses.replace(weights, adapters=places)
-    return lower_all(layout, shapes, weights, attention)[program]()
+    # The products, too, are those of the devices: outside of a mesh they would be this machine's.
+    described = jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if mesh else None
+    with described or contextlib.nullcontext():
+        return lower_all(layout, shapes, weights, attention)[program]()
 
 
 def _shapes_of(program: Program, page_size: int) -> dict[str, Any]:
