@@ -204,6 +204,8 @@ class HostPages:
         others can read or another process uses, and `OSError` for one that cannot be read."""
         self.store: PageStore | None = None
         """See `HostPagesBase`."""
+        self.page_bytes = _page_bytes(layout, options.page_size)
+        """See `HostPagesBase`."""
         self._layout = layout
         self._options = options
         self._slots: dict[int, HostPage] = {}
@@ -226,11 +228,6 @@ class HostPages:
                 decode=functools.partial(_decode, page),
             )
             wait_at_exit(self.store)
-
-    @functools.cached_property
-    def page_bytes(self) -> int:
-        """See `HostPagesBase`."""
-        return _page_bytes(self._layout, self._options.page_size)
 
     def start(self, compiled: Mapping[Any, Any]) -> None:
         """Take the programs."""
