@@ -73,6 +73,7 @@ def lower_program(
         has_own_start=has_own_start(served),
         pages_per_own_page=served.pages_per_own_page,
         num_adapters=adapters,
+        adapts_prefill=adapters > 0,
     )
     shapes = dataclasses.replace(shapes, **_shapes_of(program, page_size))
     weights = weight_shapes(config, swiftkv, dtype, quantization, mesh)

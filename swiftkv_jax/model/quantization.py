@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from ..errors import UsageError
 from ..pallas_kernels.choice import choose_product
@@ -24,7 +24,7 @@ from ..pallas_kernels.device import Device, current_device
 from ..pallas_kernels.eight_bits import to_eight_bits
 from ..pallas_kernels.fp8_product import fp8_product
 from ..pallas_kernels.fp8_rows import NormOptions, fp8_norm, fp8_swiglu
-from .low_rank import Adapted, Terms
+from .low_rank import Adapted, added
 from .params import Llama, Param, SwiftKV, map_params
 
 Format = Literal["fp8", "int8"]
@@ -173,8 +173,7 @@ def product(
     """
     if isinstance(weight, Adapted):
         assert not isinstance(x, QuantizedRows), "adapters need the activations themselves"
-        added = [_low_rank(x, terms, weight.adapter) for terms in weight.terms]
-        return product(spec, x, weight.matrix, dtype) + jnp.concatenate(added, axis=-1)
+        return product(spec, x, weight.matrix, dtype) + added(product, spec, x, weight)
     inputs, _, out = spec.partition("->")
     of_x, of_weight = inputs.split(",")
     if isinstance(x, QuantizedRows):
@@ -199,21 +198,6 @@ def product(
     summed = tuple(axis for axis, letter in enumerate(of_x) if letter not in out)
     rows = QuantizedRows(*to_eight_bits(x, summed, weight.scheme.dtype), x.dtype)
     return _eight_bit_product(of_x, of_weight, out, rows, weight, dtype)
-
-
-def _low_rank(
-    x: Float[Array, "B T I"], terms: Terms, adapter: Int[Array, "B _"]
-) -> Float[Array, "B T O"]:
-    """The part of a product with `x` that each row's adapter adds."""
-    count, rank, _ = terms.a.shape
-    if adapter.size == 1:  # of one row those of its adapter are read alone
-        place = jnp.maximum(adapter.reshape(()) - 1, 0)
-        terms, count = terms.only(place), 1
-        adapter = jnp.minimum(adapter, 1)
-    inside = product("BTI,RI->BTR", x, terms.a.reshape(count * rank, -1))
-    number = jnp.repeat(jnp.arange(1, count + 1), rank)
-    inside = jnp.where(number == adapter[..., None], inside, 0)
-    return product("BTR,OR->BTO", inside, terms.b.reshape(-1, count * rank))
 
 
 def _eight_bit_product(

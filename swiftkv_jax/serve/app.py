@@ -22,7 +22,7 @@ from .errors import APIError, invalid, unsupported
 from .http.auth import Keys
 from .options import ServerOptions
 from .protocol import MAX_MESSAGES, ChatBody, TokenizeBody
-from .service.adapters import ServedAdapters
+from .service.adapters import NO_ADAPTER, ServedAdapter, ServedAdapters
 from .service.service import Service
 from .text.grammar_process import CheckedCompiler
 from .text.grammars import GrammarQueue
@@ -84,7 +84,11 @@ class App:
         self.tokenizer = tokenizer
         self.sampling_defaults = loaded.sampling_defaults
         places = engine.model_runner.shapes.num_adapters
-        self.adapters = ServedAdapters(self.service, loaded.adapters, places)
+        adapters = {
+            name: ServedAdapter(name, root, engine.adapters.prompt_digest(name))
+            for name, root in loaded.adapters.items()
+        }
+        self.adapters = ServedAdapters(self.service, adapters, places)
         self.max_body_size = self.options.body_limit(engine.max_model_len)
         self.scoring = options.scoring
         self.fingerprint = system_fingerprint(engine, loaded.facts)
@@ -122,18 +126,23 @@ class App:
                 param="model",
             )
 
-    def adapter_of(self, name: str | None) -> str:
-        """`Request.adapter` of a request for this model; "" for the model itself. Raises `APIError`
-        for an adapter that was unloaded since `check_model`."""
+    def adapter_of(self, name: str | None) -> ServedAdapter:
+        """The adapter of a request for this model; `NO_ADAPTER` for the model itself. Raises
+        `APIError` for one that was unloaded since `check_model`."""
         self.check_model(name)
-        found = self.adapters.get(name)
-        return "" if found is None else found.engine_name
+        return self.adapters.get(name) or NO_ADAPTER
 
     async def encode_chat(
-        self, body: ChatBody | TokenizeBody, salt: str, num_bytes: int, *, counting: bool = False
+        self,
+        body: ChatBody | TokenizeBody,
+        salt: str,
+        num_bytes: int,
+        *,
+        counting: bool = False,
+        prompt_digest: bytes = b"",
     ) -> Prompt:
-        """The prompt of the messages of a body, on which `replace_media` is done. `counting` is
-        that of `Encoding`. Raises `APIError`."""
+        """The prompt of the messages of a body, on which `replace_media` is done. `counting` and
+        `prompt_digest` are those of `Encoding`. Raises `APIError`."""
         if not body.messages or len(body.messages) > MAX_MESSAGES:
             raise invalid("messages", f"`messages` must have 1 to {MAX_MESSAGES} messages")
         if not getattr(self.tokenizer, "chat_template", None):
@@ -158,7 +167,14 @@ class App:
         body.messages = replace_media(body.messages)
         return await self.encoder.encode_chat(
             body.messages,
-            Encoding(salt, "messages", bool(body.add_special_tokens), truncation, counting),
+            Encoding(
+                salt,
+                "messages",
+                bool(body.add_special_tokens),
+                truncation,
+                counting,
+                prompt_digest,
+            ),
             variables=variables,
             num_bytes=num_bytes,
             add_generation_prompt=not go_on and body.add_generation_prompt is not False,

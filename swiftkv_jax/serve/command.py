@@ -117,7 +117,10 @@ def main(args: argparse.Namespace) -> int:
         for name, path in command.lora_modules.items():
             modules[name] = local_path(path, weights=False)
         taken = options.served_model_name or (model_options.name,)
-        check_lora_modules(modules, engine_options, source.config, taken)
+        swiftkv, config = model_options.uses_swiftkv, source.config
+        if not (source.has_delta if swiftkv is None else swiftkv):
+            config = config.cut(config.num_layers)
+        check_lora_modules(modules, engine_options, config, taken)
         if not has_tokenizer(files):
             raise UsageError("this checkpoint has no tokenizer: a server needs one")
         if template is None and not has_chat_template(files.contents):

@@ -41,12 +41,23 @@ def check_adapter_name(name: str, taken: Collection[str]) -> None:
         raise UsageError(f"{name!r} is the name of the model", option="adapter")
 
 
+def engine_name(name: str, number: int) -> str:
+    """The engine's name for an adapter that clients call `name`: no other has the `number`."""
+    return f"{name},{number}"
+
+
+def public_name(engine_name: str) -> str:
+    """The name that clients call an adapter of the engine."""
+    return engine_name.partition(",")[0]
+
+
 def check_lora_modules(
     modules: Mapping[str, Path], options: EngineOptions, config: Config, taken: Collection[str]
 ) -> None:
-    """Raise `UsageError` and `CheckpointError` for adapters that a model of this architecture could
-    not be served with, before it is loaded. `taken` are the names of the model."""
-    from ..checkpoints.upper_adapters import upper_terms
+    """Raise `UsageError` and `CheckpointError` for adapters that a model of this architecture,
+    which has no upper layers as a teacher, could not be served with, before it is loaded. `taken`
+    are the names of the model."""
+    from ..checkpoints.adapter_factors import placed_factors
 
     if modules and not options.enable_lora:
         raise UsageError("`lora_modules` needs `enable_lora`")
@@ -55,5 +66,6 @@ def check_lora_modules(
         raise UsageError(message)
     for name, path in modules.items():
         check_adapter_name(name, taken)
-        if config.num_upper_layers:  # else the engine is refused
-            upper_terms(config, path, max_rank=options.max_lora_rank)
+        placed_factors(
+            config, path, max_rank=options.max_lora_rank, upper_only=options.lora_upper_only
+        )

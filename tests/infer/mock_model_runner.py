@@ -13,6 +13,7 @@ import numpy as np
 from swiftkv_jax.infer.engine.constrained import ConstrainedCall
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.host_tier import PageMove
+from swiftkv_jax.infer.engine.model_runner_base import Adapter
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.page_store import FINGERPRINT_BYTES, HEADER, PageStore
 from swiftkv_jax.infer.engine.request_state import Chunk, RequestState, SequenceState
@@ -122,13 +123,15 @@ class MockModelRunner:
     def update_weights(self, model: Model, *, donate: bool) -> None:
         self.calls.append("update")
 
-    def read_adapter(self, path: Path) -> int:
-        """The folder's name is a number, which is added to those of the samples."""
-        return int(path.name)
+    def read_adapter(self, path: Path) -> Adapter:
+        """The folder's name is a number below 256, which is added to those of the samples; from 100
+        on it changes what the cache holds."""
+        number = int(path.name)
+        return Adapter(number, bytes([number]) if number >= 100 else b"")
 
-    def insert_adapter(self, number: int, adapter: int) -> None:
+    def insert_adapter(self, number: int, adapter: Adapter) -> None:
         assert 1 <= number <= self.shapes.num_adapters
-        self.adapters[number] = adapter
+        self.adapters[number] = adapter.layers
 
     def is_idle(self) -> bool:
         return True
@@ -329,7 +332,8 @@ class MockModelRunner:
 
 def _entry(state: RequestState, position: int, token: int) -> int:
     """What the cache holds of a token."""
-    return token + VOCAB * (position >= state.own_start)
+    kind = 2 * int.from_bytes(state.prompt_digest) + (position >= state.own_start)
+    return token + VOCAB * kind
 
 
 def mock_engine(

@@ -26,13 +26,14 @@ KEYS = [bytes(range(start, start + 32)) for start in (0, 100, 200)]
 HASHES = [0x0001020304050607, 0x6465666768696A6B, 0xC8C9CACBCCCDCECF]
 
 
-def stored(keys, parent=None, salt="") -> PagesStored:
-    return PagesStored(keys, parent, np.arange(2 * len(keys), dtype=np.int32), salt)
+def stored(keys, parent=None, salt="", adapter="") -> PagesStored:
+    return PagesStored(keys, parent, np.arange(2 * len(keys), dtype=np.int32), salt, adapter)
 
 
 def test_batches_are_those_of_vllm():
     assert [block_hash(key) for key in KEYS] == HASHES
-    events = [stored(KEYS[:2], salt="s"), stored(KEYS[2:], KEYS[1], "s"), PageRemoved(KEYS[0])]
+    pages = stored(KEYS[:2], salt="s"), stored(KEYS[2:], KEYS[1], "s", adapter="it,3")
+    events = [*pages, PageRemoved(KEYS[0])]
     found = msgspec.msgpack.decode(encode_batch(events, 2, 1757500000.25))
     common = {"type": "BlockStored", "block_size": 2, "lora_id": None, "lora_name": None}
     common |= {"medium": "GPU"}
@@ -42,7 +43,7 @@ def test_batches_are_those_of_vllm():
         1757500000.25,
         [
             common | first | {"extra_keys": [["s"], None]},
-            common | second,
+            common | second | {"lora_name": "it"},
             {"type": "BlockRemoved", "block_hashes": HASHES[:1], "medium": "GPU"},
         ],
         0,

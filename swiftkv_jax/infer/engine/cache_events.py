@@ -15,6 +15,8 @@ class TokenSource(Protocol):
 
     @property
     def cache_salt(self) -> str: ...
+    @property
+    def cache_adapter(self) -> str: ...
 
     def token_ids_at(self, start: int, stop: int) -> Sequence[int]:
         """Tokens at positions `start .. stop-1`."""
@@ -31,6 +33,8 @@ class PagesStored(NamedTuple):
     token_ids: np.ndarray
     """i32[T], the tokens of all of them."""
     cache_salt: str
+    adapter: str = ""
+    """Name of an adapter on which they depend; "" for none."""
 
 
 class PageRemoved(NamedTuple):
@@ -67,9 +71,8 @@ class CacheEvents:
             size = self._page_size
             tokens = np.array(source.token_ids_at(start * size, stop * size), np.int32)
             parent = keys[start - 1] if start else None
-            self._events.append(
-                PagesStored(list(keys[start:stop]), parent, tokens, source.cache_salt)
-            )
+            root = source.cache_salt, source.cache_adapter
+            self._events.append(PagesStored(list(keys[start:stop]), parent, tokens, *root))
 
     def has(self, key: bytes) -> bool:
         """Return whether the page of this key is cached, by the events so far."""

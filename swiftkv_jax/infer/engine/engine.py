@@ -207,7 +207,7 @@ class Engine[R: ModelRunnerBase]:
         check_ends(request, self.eos_token_ids)
         own, head = own_start(request, self.config), self.config.exact_head
         state = RequestState(next(self._ids), request, own, head)
-        state.adapter = self.adapters.number_of(request.adapter)
+        self.adapters.bind(state)
         check_fits(state, self.pools[0], self.model_runner.shapes)
         with interrupts.held_back():
             self._scheduler.add(state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from .constrained import ConstrainedCall
 from .host_tier import HostMemory
@@ -14,6 +14,16 @@ from .shapes import DecodeCall, Shapes
 
 if TYPE_CHECKING:  # it needs JAX, the engine does not
     from ...model.model import Model
+
+
+class Adapter(NamedTuple):
+    """An adapter that a model runner has read."""
+
+    layers: Any
+    """Its matrices, as the model runner keeps them."""
+    prompt_digest: bytes
+    """Digest of those that keys and values of prompts depend on; empty if there are none: the
+    prefix cache of the model is then the adapter's too."""
 
 
 class ModelRunnerBase(HostMemory, Protocol):
@@ -37,12 +47,12 @@ class ModelRunnerBase(HostMemory, Protocol):
         """Serve the weights of `model`. See `Engine.update_weights`; no sequence runs."""
         ...
 
-    def read_adapter(self, path: Path) -> Any:
+    def read_adapter(self, path: Path) -> Adapter:
         """Read an adapter for `insert_adapter`, in any thread. Raises `CheckpointError` and
         `ConfigError`."""
         ...
 
-    def insert_adapter(self, number: int, adapter: Any) -> None:
+    def insert_adapter(self, number: int, adapter: Adapter) -> None:
         """Let the calls from now on find an adapter at a number from 1 on (`RequestState.adapter`),
         at most `Shapes.num_adapters`. No sequence that runs has this number."""
         ...

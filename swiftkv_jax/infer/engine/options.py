@@ -279,10 +279,15 @@ class EngineOptions:
     """Bytes that these files may take."""
     enable_lora: bool = _server(
         False,
-        "keep places for LoRA adapters that change no key or value of a prompt",
+        "keep places for LoRA adapters",
     )
-    """Keep places for LoRA adapters of the upper layers (`Engine.adapters`), of which each request
-    names one or none, with `max_loras` places of `max_lora_rank`."""
+    """Keep places for LoRA adapters (`Engine.adapters`), of which each request names one or none:
+    `max_loras` of `max_lora_rank`."""
+    lora_upper_only: bool = _server(
+        False,
+        "refuse adapters that change keys or values of prompts, so that all share one prefix cache "
+        "and cost prefill nothing",
+    )
     max_loras: int = _server(4, "adapters at once (default: %(default)s)", metavar="N", at_least=1)
     max_lora_rank: int = _server(
         16, "largest rank of one (default: %(default)s)", metavar="N", at_least=1

@@ -9,8 +9,8 @@ depends on what is cached.
 
 A page's key is a BLAKE2b digest (RFC 7693) of 256 bits of the key of the page before it and its own
 tokens: equal for equal tokens up to its end, and different for others, since no collision of
-BLAKE2b is known. An engine has its own pools, so model, weights, SwiftKV layer and cache format are
-the same for all keys.
+BLAKE2b is known. The first depends on the matrices, not the name, of an adapter that changes keys
+or values of prompts. Each engine has its own pools, so all else is the same for all keys.
 
 Where every layer has a window, a sequence gives back the pages before the widest: `RELEASED` stands
 in their places, so the others keep their positions. A prefix is then found by its last pages.
@@ -146,10 +146,10 @@ class PagePool:
     # Prefixes -----------------------------------------------------------------
 
     def keys(
-        self, tokens: Sequence[int], cache_salt: str = "", after: Sequence[bytes] = ()
+        self, tokens: Sequence[int], salt: str = "", after: Sequence[bytes] = (), digest=b""
     ) -> list[bytes]:
         """`page_keys` of these pages; empty without prefix caching."""
-        return page_keys(tokens, self.page_size, cache_salt, after) if self.share else []
+        return page_keys(tokens, self.page_size, salt, after, digest) if self.share else []
 
     def match(self, keys: Sequence[bytes], on_disk: Container[bytes] = ()) -> list[int]:
         """The cached pages of the longest prefix of `keys` after which the next token finds all

@@ -35,6 +35,8 @@ class RequestState:
         """`Config.exact_head`: prefill computes it."""
         self.adapter = 0
         """Number of its adapter (`Adapters`); 0 for none."""
+        self.prompt_digest = b""
+        """`Adapter.prompt_digest`."""
         self.timing = Timing()
         self.prefill_token_ids: Sequence[int] = request.tokens
         """Tokens that exist before decoding: the prompt and, after a preemption, the tokens
@@ -102,6 +104,11 @@ class RequestState:
     @property
     def cache_salt(self) -> str:
         return self.request.cache_salt
+
+    @property
+    def cache_adapter(self) -> str:
+        """Name of an adapter on which its pages depend; "" for none."""
+        return self.request.adapter if self.prompt_digest else ""
 
     def token_ids_at(self, start: int, stop: int) -> Sequence[int]:
         """Tokens at positions `start .. stop-1` that exist before decoding."""
@@ -198,6 +205,10 @@ class SequenceState:
     @property
     def cache_salt(self) -> str:
         return self.request_state.cache_salt
+
+    @property
+    def cache_adapter(self) -> str:
+        return self.request_state.cache_adapter
 
     def token_ids_at(self, start: int, stop: int) -> Sequence[int]:
         """Tokens at positions `start .. stop-1` of its prompt and of what it has emitted."""

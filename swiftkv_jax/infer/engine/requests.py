@@ -37,7 +37,8 @@ class Request:
     """Salt of the prefix cache: only requests with the same salt share pages, so the time to the
     first token does not tell what others have asked."""
     page_keys: Sequence[bytes] | None = None
-    """`page_pool.page_keys(prompt, page_size, cache_salt)`, where another thread has made them.
+    """`page_pool.page_keys(prompt, page_size, cache_salt)`, with the digest of its adapter, where
+    another thread has made them.
     They are not verified; None makes them when the request is queued."""
     grammar: Matcher | None = None
     """Grammar that every sample follows, with `EngineOptions.structured_outputs`; each has a copy

@@ -80,7 +80,7 @@ class Scheduler:
         """Queue a request."""
         shareable = state.prefill_token_ids[: state.own_start]
         if (keys := state.request.page_keys) is None or not self.pools[0].share:
-            keys = self.pools[0].keys(shareable, state.request.cache_salt)
+            keys = self._keys(state, shareable)
         state.page_keys = list(keys[: len(shareable) // self.page_size])
         self.waiting[state] = None
 
@@ -298,10 +298,9 @@ class Scheduler:
         preempted = last.request_state
         self.finish(last, aborted=True)
         preempted.preempt(last)
-        keys, salt = preempted.page_keys, preempted.request.cache_salt
-        start = len(keys) * self.page_size
+        start = len(preempted.page_keys) * self.page_size
         shareable = preempted.prefill_token_ids[start : preempted.own_start]
-        preempted.page_keys = self.pools[state.dp_rank].keys(shareable, salt, after=keys)
+        preempted.page_keys = self._keys(preempted, shareable, preempted.page_keys)
         self.waiting[preempted] = None
         self.waiting.move_to_end(preempted, last=False)
         self.num_preemptions += 1
@@ -347,11 +346,8 @@ class Scheduler:
         if decoded and state.own_start == NO_OWN and self.is_unfinished(sequence):
             whole = state.prefill_target // self.page_size
             rest = state.prefill_token_ids[whole * self.page_size :]
-            keys = pool.keys(
-                [*rest, *sequence.token_ids[:-1]],
-                state.request.cache_salt,
-                after=state.page_keys[:whole],
-            )
+            tokens = [*rest, *sequence.token_ids[:-1]]
+            keys = self._keys(state, tokens, state.page_keys[:whole])
             pool.cache(keys, sequence.pages, sequence)
         if sequence in self.ending:
             del self.ending[sequence]
@@ -376,6 +372,12 @@ class Scheduler:
             self._release(dp_rank, sequence.pages, sequence.own_pages)
             sequence.pages, sequence.own_pages = [], []
         return True
+
+    def _keys(
+        self, state: RequestState, tokens: Sequence[int], after: Sequence[bytes] = ()
+    ) -> list[bytes]:
+        """`PagePool.keys` of a request's `tokens`."""
+        return self.pools[0].keys(tokens, state.cache_salt, after, state.prompt_digest)
 
     def _pool(self, sequence: SequenceState) -> PagePool:
         return self.pools[sequence.request_state.dp_rank]

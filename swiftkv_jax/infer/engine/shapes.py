@@ -86,6 +86,8 @@ class Shapes:
     """Entries of the hidden state that a speculator drafts from; 0 without one."""
     num_adapters: int = 0
     """Places for adapters; 0 for programs without any."""
+    adapts_prefill: bool = False
+    """True if adapters may change keys and values of prompts."""
 
     @property
     def most_drafts(self) -> int:

@@ -1,13 +1,15 @@
-"""LoRA adapters of the upper layers, resident beside the weights: each row has its own, or none.
+"""LoRA adapters, resident beside the weights: each row has its own, or none.
 
-Keys and values of a prompt do not depend on them, so one prefix cache serves all. Prefill runs no
-upper layer; only programs that do see them.
+Where all of them leave the lower layers and the student's keys and values as they are, keys and
+values of a prompt do not depend on them, and the programs of prefill that run no upper layer do not
+see them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -20,50 +22,71 @@ from jaxtyping import Array, Int
 from ...errors import UsageError
 from ...model.config import Config
 from ...model.low_rank import Adapted, LayerAdapters, Terms, insert
+from ...model.params import ServingBlock, ServingQKV
+from ...model.quantization import values_of
+from ..engine.model_runner_base import Adapter
 from ..engine.options import EngineOptions
-from ..engine.shapes import kv_programs
+from .conversion import Conversion
 from .serving_form import Weights
 
 insert_adapter = functools.partial(jax.jit, donate_argnames="layers")(insert)
 """The compiled program that puts an adapter into a place."""
 
 
-def check_adapters(config: Config, served: Config, mesh: Mesh | None) -> None:
+def check_adapters(
+    config: Config, served: Config, options: EngineOptions, mesh: Mesh | None
+) -> None:
     """Raise `UsageError` for a model, `config`, that has no room for adapters as it is `served`."""
     reason = None
-    if not served.num_upper_layers:
-        reason = "keeps adapters in the upper layers of SwiftKV, and this model runs without"
-    elif mesh is not None and mesh.size > 1:
-        reason = "runs on one device"
-    elif kv_programs(served) != "boundary" or served.exact_head:
-        reason = "needs `generated_kv`=boundary: with own keys and values adapters change the cache"
-    elif config.shared_kv_heads is not None or served.prompt_attention_layers:
-        reason = "does not go with upper layers that mix shared values or that prompts run"
+    if mesh is not None and mesh.size > 1:
+        reason = "`enable_lora` runs on one device"
+    elif config.shared_kv_heads is not None and served.num_upper_layers:
+        reason = "`enable_lora` does not go with upper layers that mix shared values"
     if reason is not None:
         raise UsageError(
-            f"`enable_lora` {reason}; one adapter can be merged at load (`adapter`)",
-            option="enable_lora",
+            f"{reason}; one adapter can be merged at load (`adapter`)", option="enable_lora"
         )
+    if options.lora_upper_only and not served.num_upper_layers:
+        reason = "is for the upper layers of SwiftKV, and this model runs without"
+    elif options.lora_upper_only and runs_upper_layers(served):
+        reason = "does not go with an exact head or prompt attention layers: prompts run those"
+    if reason is not None:
+        raise UsageError(f"`lora_upper_only` {reason}; leave it out", option="lora_upper_only")
+
+
+def runs_upper_layers(served: Config) -> bool:
+    """Return whether keys and values of every prompt come from upper layers too."""
+    return served.exact_head > 0 or served.prompt_attention_layers > 0
 
 
 def init_adapters(
-    config: Config, options: EngineOptions, dtype: Any, sharding: Sharding | None
+    served: Config, options: EngineOptions, dtype: Any, sharding: Sharding | None
 ) -> tuple[LayerAdapters, ...]:
-    """Empty places for the adapters of each upper layer of the served `config`."""
+    """Empty places for adapters, for each layer of the `served` config."""
     zeros = functools.partial(jnp.zeros, dtype=dtype, device=sharding)
     count, rank = options.max_loras, options.max_lora_rank
+    D, F = served.embed_dim, served.mlp_dim
+    M, K = (heads * served.head_dim for heads in (served.num_heads, served.num_kv_heads))
+    first = {group[0] for group in served.kv_groups}
 
     def terms(outputs: int, inputs: int) -> Terms:
         return Terms(zeros((count, rank, inputs)), zeros((outputs, count, rank)))
 
-    def layer() -> LayerAdapters:
-        D, F, M = config.embed_dim, config.mlp_dim, config.num_heads * config.head_dim
+    def layer(number: int) -> LayerAdapters:
+        is_upper = number >= served.num_lower_layers
+        if options.lora_upper_only and not is_upper:
+            return LayerAdapters()
         found = LayerAdapters(q=terms(M, D), o=terms(D, M))
-        if config.num_experts:
-            return found
-        return dataclasses.replace(found, gate=terms(F, D), up=terms(F, D), down=terms(D, F))
+        if not served.num_experts:
+            mlp = {"gate": terms(F, D), "up": terms(F, D), "down": terms(D, F)}
+            found = dataclasses.replace(found, **mlp)
+        if is_upper and served.has_two_caches:
+            found = dataclasses.replace(found, own_q=terms(M, D))
+        if not options.lora_upper_only and (not is_upper or number in first):
+            found = dataclasses.replace(found, k=terms(K, D), v=terms(K, D))
+        return found
 
-    return tuple(layer() for _ in range(config.num_upper_layers))
+    return tuple(layer(number) for number in range(served.num_layers))
 
 
 def no_adapter(layers: tuple[LayerAdapters, ...]) -> tuple[LayerAdapters, ...]:
@@ -77,38 +100,92 @@ def no_adapter(layers: tuple[LayerAdapters, ...]) -> tuple[LayerAdapters, ...]:
     return jax.tree.map(zeros, layers, is_leaf=lambda leaf: isinstance(leaf, Terms))
 
 
-def read_adapter(
-    config: Config, path: Path, layers: tuple[LayerAdapters, ...]
-) -> tuple[LayerAdapters, ...]:
-    """An adapter that PEFT saved in a directory, in NumPy, for the places `layers` of a model.
-    Raises `CheckpointError` and `ConfigError`."""
-    from ...checkpoints.upper_adapters import read_upper_adapter
+def read_adapter(convert: Conversion, path: Path, places: tuple[LayerAdapters, ...]) -> Adapter:
+    """Read an adapter that PEFT saved in a directory, in NumPy, for the `places` beside the weights
+    that `convert` makes. Raises `CheckpointError` and `ConfigError`."""
+    from ...checkpoints.adapter_factors import read_factors
 
-    _, max_rank, _ = layers[0].q.a.shape
-    found = read_upper_adapter(config, path, max_rank=max_rank, dtype=layers[0].q.a.dtype)
-    made = no_adapter(layers)
+    config, served = convert.shapes.config, convert.served
+    if not served.num_upper_layers:
+        config = config.cut(config.num_layers)
+    some = places[-1].o
+    assert some is not None
+    _, max_rank, _ = some.a.shape
+    upper_only = places[0].o is None
+    found = read_factors(config, path, max_rank=max_rank, upper_only=upper_only, dtype=some.a.dtype)
+    made = no_adapter(places)
     for layer, factors in zip(made, found, strict=True):
         for name, (a, b) in factors.items():
-            terms = getattr(layer, name)
-            terms.a[: len(a)], terms.b[:, : len(a)] = a, b
-    return made
+            if (terms := getattr(layer, name)) is not None:  # `own_q` may have no place
+                terms.a[: len(a)], terms.b[:, : len(b[0])] = a, b
+    return Adapter(made, _prompt_digest(served, made))
 
 
-def with_adapters(weights: Weights, adapter: Int[Array, "A _"]) -> Weights:
-    """The weights with `Adapted` upper matrices; `adapter` is that field."""
+def _prompt_digest(served: Config, adapter: tuple[LayerAdapters, ...]) -> bytes:
+    """`Adapter.prompt_digest`."""
+    every = range(served.num_layers if runs_upper_layers(served) else served.num_lower_layers)
+    seen = [
+        layer if number in every else LayerAdapters(k=layer.k, v=layer.v)
+        for number, layer in enumerate(adapter)
+    ]
+    leaves = jax.tree.leaves(seen)
+    if not any(leaf.any() for leaf in leaves):
+        return b""
+    digest = hashlib.blake2b(digest_size=32)
+    for leaf in leaves:
+        digest.update(leaf.view(np.uint8))
+    return digest.digest()
 
-    def adapted(matrix: Any, *terms: Any) -> Any:
-        return None if matrix is None else Adapted(matrix, terms, adapter)
 
-    upper, queries = [], []
-    layers = zip(weights.upper, weights.upper_q, weights.adapters, strict=True)
-    for block, qkv, layer in layers:
-        queries.append(dataclasses.replace(qkv, q=adapted(qkv.q, layer.q)))
-        block = dataclasses.replace(
+def with_adapters(config: Config, weights: Weights, adapter: Int[Array, "A _"] | None) -> Weights:
+    """The weights with `Adapted` matrices, `adapter` being that field, where there are places for
+    adapters; None changes nothing. Weights that are adapted get the adapters of other rows."""
+    if adapter is None:
+        return weights
+    layers, num_lower = weights.adapters, config.num_lower_layers
+    upper = layers[num_lower:]
+
+    def adapted(matrix: Any, *terms: Terms | None, groups: int = 1) -> Any:
+        given = tuple(one for one in terms if one is not None)
+        if matrix is None or not given:
+            return matrix
+        matrix = matrix.matrix if isinstance(matrix, Adapted) else matrix
+        return Adapted(matrix, given, adapter, groups)
+
+    def block(block: ServingBlock, layer: LayerAdapters) -> ServingBlock:
+        return dataclasses.replace(
             block,
             o=adapted(block.o, layer.o),
             gate_up=adapted(block.gate_up, layer.gate, layer.up),
             down=adapted(block.down, layer.down),
         )
-        upper.append(block)
-    return dataclasses.replace(weights, upper=tuple(upper), upper_q=tuple(queries))
+
+    def qkv(qkv: ServingQKV, q: Terms | None, k: Terms | None, v: Terms | None) -> ServingQKV:
+        groups, joined, *_ = values_of(qkv.heads).shape
+        terms = (q, k, v) if joined > 2 else (k, v)
+        heads = adapted(qkv.heads, *terms, groups=groups)
+        return dataclasses.replace(qkv, heads=heads, q=adapted(qkv.q, q))
+
+    def own(one: ServingQKV, layer: LayerAdapters) -> ServingQKV:
+        return qkv(one, layer.own_q if config.has_two_caches else layer.q, None, None)
+
+    lower = zip(weights.lower_qkv, layers[:num_lower], strict=True)
+    first = [layers[group[0]] for group in config.kv_groups]
+    projected = first[config.prompt_attention_layers :]
+    of_groups = [*(layer.k for layer in projected), *(layer.v for layer in projected)]
+    return dataclasses.replace(
+        weights,
+        lower=tuple(map(block, weights.lower, layers)),
+        lower_qkv=tuple(qkv(one, layer.q, layer.k, layer.v) for one, layer in lower),
+        kv=adapted(weights.kv, *of_groups),
+        upper=tuple(map(block, weights.upper, upper)),
+        upper_q=tuple(
+            dataclasses.replace(one, q=adapted(one.q, layer.q))
+            for one, layer in zip(weights.upper_q, upper, strict=False)
+        ),
+        upper_qkv=tuple(map(own, weights.upper_qkv, upper)),
+        prompt_qkv=tuple(
+            qkv(one, layer.q, layer.k, layer.v)
+            for one, layer in zip(weights.prompt_qkv, upper, strict=False)
+        ),
+    )

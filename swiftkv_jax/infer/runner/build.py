@@ -77,7 +77,7 @@ def build_model_runner(
     if options.quantize_activations:
         _check_int8(model)
     if options.enable_lora:
-        check_adapters(model.config, served, mesh)
+        check_adapters(model.config, served, options, mesh)
     check_speculative(options.speculative, served)
     dtype = cache_dtype(options.kv_cache_dtype, model.dtype)
     # All arrays are committed to their devices from the start, because a program compiled for

@@ -36,7 +36,6 @@ from ...model.decoder_layers import (
 from ...model.layers import embed, norm
 from ...model.packed_attention import head_major, mixed
 from ...model.rope import Tables, group_table, rope_tables, table_of
-from .adapters import with_adapters
 from .first_tokens import FirstKV, FirstTokens
 from .serving_form import Weights
 from .taps import TokenBefore
@@ -157,11 +156,9 @@ def run_upper_layers(
     cache: KVCache,
     read: Read,
     attention: Attention,
-    *,
-    adapter: Int[Array, "A _"] | None = None,
 ) -> Float[Array, "A T D"]:
     """The upper layers, for tokens whose own keys and values are in the cache: hidden state before
-    the final norm. `adapter` (`Adapted.adapter`) is needed where there are adapters."""
+    the final norm."""
 
     @functools.partial(jax.jit, static_argnums=0)
     def layer(kind, block, queries, x, tables, k, v):
@@ -171,9 +168,7 @@ def run_upper_layers(
         rope = table_of(config, tables, kind)
         return cross_layer(config, block, queries, x, rope, attend, attention)
 
-    upper = weights if adapter is None else with_adapters(weights, adapter)
-    layers = zip(upper.upper, upper.upper_q, strict=True)
-    for i, (block, queries) in enumerate(layers):
+    for i, (block, queries) in enumerate(zip(weights.upper, weights.upper_q, strict=True)):
         kind = config.kind(config.num_lower_layers + i)
         entry = _group_pool(config, i)
         x = layer(kind, block, queries, x, tables, cache.k[entry], cache.v[entry])

@@ -119,6 +119,7 @@ def choose_shapes(
         tail=_tail(config, preempts=options.reserve_tokens < length),
         first_tokens=platform in FIRST_TOKENS and dp_size == 1 and _first_tokens(config, options),
         num_adapters=options.max_loras if options.enable_lora else 0,
+        adapts_prefill=options.enable_lora and not options.lora_upper_only,
     )
     if options.speculative is not None:
         shapes = with_widths(shapes, config, options.speculative)

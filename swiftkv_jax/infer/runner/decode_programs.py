@@ -27,6 +27,7 @@ from ..engine.shapes import kv_programs
 from ..sampling.metadata import SamplingMetadata
 from ..sampling.penalties import update_token_counts, update_token_counts_of_blocks
 from ..sampling.sampler import apply_masks, sample, sample_greedy
+from .adapters import with_adapters
 from .cached_layers import (
     OwnCache,
     Write,
@@ -80,6 +81,7 @@ def decode_logits(
     `batch.own_start` on keep their own upper keys and values; where it is own, all of them.
     """
     kv = kv_programs(config)
+    weights = with_adapters(config, weights, batch.adapter)
     sharding = pool_sharding(config, attention)
     page_size = cache.k[0].values.shape[2]
     active = batch.remaining > 0
@@ -130,9 +132,7 @@ def decode_logits(
             config, weights, x, tables, cache, write, read, attention, before=before
         )
     if kv == "boundary":
-        x = run_upper_layers(
-            config, weights, x, tables, cache, read, attention, adapter=batch.adapter
-        )
+        x = run_upper_layers(config, weights, x, tables, cache, read, attention)
     elif config.key_value_group_size > 1:
         position = length - rows.own_start  # among the tokens that keep their own
         own_last = position if width == 1 else last - batch.own_start

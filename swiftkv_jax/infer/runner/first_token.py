@@ -17,6 +17,7 @@ from ...model.config import Config
 from ...model.layers import unembed
 from ...model.rope import rope_tables
 from ..engine.sampler_output import SamplerOutput
+from .adapters import with_adapters
 from .cached_layers import run_upper_layers
 from .decode_programs import emit, pool_reader
 from .decode_state import DecodeState
@@ -38,14 +39,13 @@ def first_token(
     `SamplerOutput` of 1 1, as from the step of `decode` that this replaces. The cache has the keys
     and values of that token."""
     batch = state.batch.gather(slots)
+    weights = with_adapters(config, weights, batch.adapter)
     active = batch.remaining > 0
     tables = rope_tables(config, batch.length[:, None])
     lengths = jnp.where(active, batch.length + 1, 0)
     cache = state.cache
     read = pool_reader(config, weights, cache, batch.page_table, lengths, attention=attention)
-    x = run_upper_layers(
-        config, weights, x[:, None], tables, cache, read, attention, adapter=batch.adapter
-    )
+    x = run_upper_layers(config, weights, x[:, None], tables, cache, read, attention)
     logits = unembed(config, weights, x)[:, 0]
     sampled, token_counts = emit(logits, batch, slots, state.token_counts)
     batch = state.batch.scatter(slots, batch.advance(sampled.token))

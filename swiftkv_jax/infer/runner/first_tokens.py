@@ -20,6 +20,7 @@ from ...model.config import Config
 from ...model.decoder_layers import self_layer
 from ...model.packed_attention import head_major
 from ...model.rope import rope_tables, table_of
+from .adapters import with_adapters
 from .prefill_chunk import QueryTiles
 from .serving_form import Weights
 
@@ -41,13 +42,18 @@ class FirstTokens:
     """Packed token; a number past the last if there is none."""
     length: int
     """T: number of packed tokens of a shard."""
+    adapter: Int[Array, "A R"] | None
+    """Their adapters, see `Adapted`; None without adapters."""
 
     @classmethod
-    def of(cls, tiles: QueryTiles, length: int) -> FirstTokens:
-        """Return the first tokens of the tiles that begin at position 0."""
+    def of(cls, tiles: QueryTiles, length: int, adapter: Int[Array, "A T"] | None) -> FirstTokens:
+        """Return the first tokens of the tiles that begin at position 0. `adapter` are those of all
+        tokens."""
         begins = (tiles.page_start + tiles.query_start == 0) & (tiles.query_end > 0)
-        index = jnp.where(begins, tiles.source, length)
-        return cls(index.reshape(tiles.tile_index.shape[0], -1), length)
+        index = jnp.where(begins, tiles.source, length).reshape(tiles.tile_index.shape[0], -1)
+        if adapter is not None:
+            adapter = jnp.take_along_axis(adapter, index, axis=1, mode="clip")
+        return cls(index, length, adapter)
 
     def run(
         self, config: Config, weights: Weights, x: Float[Array, "A T D"], attention: Attention
@@ -56,7 +62,8 @@ class FirstTokens:
         chunk without first tokens zeros, which are put nowhere."""
 
         def layers(first: Float[Array, "A R D"]) -> tuple[FirstKV, ...]:
-            return run_first_tokens(config, weights, first, attention)
+            adapted = with_adapters(config, weights, self.adapter)
+            return run_first_tokens(config, adapted, first, attention)
 
         def nothing(first: Float[Array, "A R D"]) -> tuple[FirstKV, ...]:
             shapes = jax.eval_shape(layers, first)

@@ -298,7 +298,7 @@ def fingerprint(weights: Weights, layout: Layout, options: EngineOptions) -> byt
 
     places = layout.replicated
     assert places is not None
-    # Adapters change no keys and values of a prompt.
+    # The keys of pages say on which adapter they depend.
     leaves = jax.tree.leaves(dataclasses.replace(weights, adapters=(), speculator=None))
     facts = (
         __version__,

@@ -244,7 +244,8 @@ def _chunk(
 ) -> PrefillChunk:
     ids = layout.rows(shapes.dp_size, tokens)
     pages = None if context is None else layout.rows(shapes.dp_size * context)
-    return PrefillChunk(ids, ids, _tiles(layout, shapes, tokens, tiles), pages)
+    adapter = ids if shapes.adapts_prefill else None
+    return PrefillChunk(ids, ids, _tiles(layout, shapes, tokens, tiles), pages, adapter)
 
 
 def _upper(layout: Layout, shapes: Shapes, tokens: int) -> UpperTokens:

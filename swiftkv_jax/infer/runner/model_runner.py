@@ -23,6 +23,7 @@ from ...model.model import Model
 from ...pallas_kernels import ImplementationError
 from ..engine.constrained import ConstrainedCall, constrained_call
 from ..engine.host_tier import PageMove
+from ..engine.model_runner_base import Adapter
 from ..engine.request_state import Chunk, SequenceState
 from ..engine.sampler_output import AsyncOutput, SamplerOutput
 from ..engine.shapes import DecodeCall, Shapes
@@ -148,13 +149,14 @@ class ModelRunner:
         weights = self._convert(model, donate=donate)
         self.weights = dataclasses.replace(weights, **kept)
 
-    def read_adapter(self, path: Path) -> Any:
+    def read_adapter(self, path: Path) -> Adapter:
         """See `ModelRunnerBase`."""
-        return read_adapter(self._convert.shapes.config, path, self.weights.adapters)
+        return read_adapter(self._convert, path, self.weights.adapters)
 
-    def insert_adapter(self, number: int, adapter: Any) -> None:
+    def insert_adapter(self, number: int, adapter: Adapter) -> None:
         """See `ModelRunnerBase`."""
-        adapters = self._compiled["adapter"](self.weights.adapters, np.int32(number - 1), adapter)
+        places = self.weights.adapters
+        adapters = self._compiled["adapter"](places, np.int32(number - 1), adapter.layers)
         self.weights = dataclasses.replace(self.weights, adapters=adapters)
 
     def wait(self) -> None:
@@ -211,8 +213,8 @@ class ModelRunner:
             if self.shapes.widths:
                 row, _ = history_of([], [], [], self.shapes.history_size)
                 self._insert_row("history", 0, row)
-            if self.shapes.num_adapters:
-                self.insert_adapter(1, no_adapter(self.weights.adapters))
+            if self.weights.adapters:
+                self.insert_adapter(1, Adapter(no_adapter(self.weights.adapters), b""))
             self._write("page_tables", [], page_tables([], self.shapes))
         jax.block_until_ready(self._state)
         self.wide_costs = measure_wide_costs(self.shapes, self._fill, self._decode)
@@ -305,13 +307,13 @@ class ModelRunner:
         shapes, tokens = self.shapes, program.tokens
         common: dict[str, Any] = {"page_size": shapes.page_size, "table_pages": shapes.table_pages}
         common["context_pages"] = program.context
+        adapted = {"tokens": tokens, "adapters": shapes.adapts_prefill}
+        chunk = functools.partial(pack_chunk, shards, **adapted, **common)
         if isinstance(program, PrefillProgram):
-            chunk = pack_chunk(shards, tokens=tokens, tiles=program.tiles, **common)
-            joined = Joined.of(chunk, shapes.dp_size)
+            joined = Joined.of(chunk(tiles=program.tiles), shapes.dp_size)
             cache, done = self._compiled[program](self.weights, joined, self._state.cache)
             output = AsyncOutput(done)
         else:
-            chunk = pack_chunk(shards, tokens=tokens, tiles=shapes.tiles(tokens)[-1], **common)
             upper = pack_upper(
                 shards,
                 tokens=program.upper_tokens,
@@ -321,7 +323,7 @@ class ModelRunner:
                 pages_per_own_page=shapes.pages_per_own_page,
                 **common,
             )
-            joined = Joined.of((chunk, upper), shapes.dp_size)
+            joined = Joined.of((chunk(tiles=shapes.tiles(tokens)[-1]), upper), shapes.dp_size)
             cache, result = self._compiled[program](self.weights, joined, self._state.cache)
             index = scored_index(shards) if program.scores else None
             output = AsyncOutput(self._to_host(result) if program.scores else result, index)
@@ -370,8 +372,7 @@ class ModelRunner:
         return self.host_pages.fingerprint(self.weights)
 
     def _write(self, name: StateUpdate, slots: Sequence[int], rows: Any) -> None:
-        """Write the rows of these slots into the batch, padded to E with empty ones past
-        the last slot."""
+        """Write the rows of these slots into the batch, and empty ones past the last slot."""
         missing = INSERT_SEQUENCES - len(slots)
         past_the_last = self.shapes.dp_size * self.shapes.slots
         padded = np.array([*slots, *[past_the_last] * missing], np.int32)

@@ -65,6 +65,7 @@ class PrefillChunk:
     positions: Leaf  # i32[A, T]; 0 for padding
     tiles: QueryTiles
     gathered_pages: Leaf = None  # i32[A X]; all pages that the chunk reads; None without a gather
+    adapter: Leaf = None  # i32[A, T]; see `RequestState`; None without `Shapes.adapts_prefill`
 
 
 @struct.dataclass
@@ -139,14 +140,15 @@ def pack_chunk(
     page_size: int,
     table_pages: int,
     context_pages: int | None,
+    adapters: bool = False,
 ) -> PrefillChunk:
     """The arrays of a chunk in NumPy: `tokens` and `tiles` on each shard, page tables of
     `table_pages`.
 
     With `context_pages` the page tables hold indices in `gathered_pages`, which lists each page
-    once.
+    once. `adapters` says whether each request's `adapter` is needed.
     """
-    packed = np.zeros((2, len(shards), tokens), np.int32)
+    packed = np.zeros((3, len(shards), tokens), np.int32)
     layout = _TileBuilder(len(shards), tokens, tiles, page_size, table_pages)
     gathered = []
     for dp_rank, shard in enumerate(shards):
@@ -158,12 +160,14 @@ def pack_chunk(
             state = scheduled.request_state
             packed[0, dp_rank, at:stop] = state.token_ids_at(scheduled.start, scheduled.stop)
             packed[1, dp_rank, at:stop] = positions
+            packed[2, dp_rank, at:stop] = state.adapter
             layout.add(dp_rank, state, state.pages, positions, at, index_of)
             at = stop
         if index_of is not None and context_pages is not None:
             gathered.append([*index_of, *[0] * (context_pages - len(index_of))])
     pages = np.array(gathered, np.int32).reshape(-1) if gathered else None
-    return PrefillChunk(packed[0], packed[1], layout.tiles(), pages)
+    of_tokens = packed[2] if adapters else None
+    return PrefillChunk(packed[0], packed[1], layout.tiles(), pages, of_tokens)
 
 
 def pack_upper(

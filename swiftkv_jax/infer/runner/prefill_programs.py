@@ -29,6 +29,7 @@ from ...model.rope import Tables
 from ..engine.sampler_output import SamplerOutput
 from ..engine.shapes import kv_programs
 from ..sampling.logprobs import gather_logprobs
+from .adapters import with_adapters
 from .cached_layers import (
     OwnCache,
     Write,
@@ -116,9 +117,8 @@ def score_chunk(
     if kv_programs(config) == "boundary":
         x, tables = _upper_input(x, tables, scored)
         read = _reader(config, scored.tiles, chunk.gathered_pages, attention)
-        x = run_upper_layers(
-            config, weights, x, tables, cache, read, attention, adapter=scored.adapter
-        )
+        adapted = with_adapters(config, weights, scored.adapter)
+        x = run_upper_layers(config, adapted, x, tables, cache, read, attention)
     else:
         x, cache = _run_upper_own(config, weights, chunk, scored, x, tables, cache, attention)
 
@@ -148,6 +148,7 @@ def score_chunk(
 def _prefill(
     config: Config, weights: Weights, chunk: PrefillChunk, cache: KVCache, attention: Attention
 ):
+    weights = with_adapters(config, weights, chunk.adapter)
     write = _writer(config, chunk.tiles, cache, attention)
     read = _reader(config, chunk.tiles, chunk.gathered_pages, attention)
     x, tables, cache = run_lower_layers(
@@ -160,7 +161,9 @@ def _prefill(
         page_size = cache.k[0].values.shape[2]
         sharding = state_sharding(attention)
         before = chunk_before(chunk.tiles, chunk.gathered_pages, page_size, sharding)
-    first = FirstTokens.of(chunk.tiles, x.shape[1]) if config.exact_head else None
+    first = None
+    if config.exact_head:
+        first = FirstTokens.of(chunk.tiles, x.shape[1], chunk.adapter)
     cache = run_boundary(
         config, weights, x, tables, cache, write, read, attention, before=before, first=first
     )
@@ -178,6 +181,7 @@ def _run_upper_own(
     attention: Attention,
 ) -> tuple[Float[Array, "A M D"], KVCache]:
     """Run some tokens of a chunk through the upper layers; they keep their own keys and values."""
+    weights = with_adapters(config, weights, upper.adapter)
     x, tables = _upper_input(x, tables, upper)
     read = _reader(config, upper.tiles, chunk.gathered_pages, attention)
     if upper.own_tiles is None:

@@ -72,7 +72,7 @@ class Weights:
     """Projections of `Config.prompt_attention_layers`; no queries where `upper_q` has them."""
     prompt_mlp: tuple[PromptMLP, ...] = ()  # of the same layers
     k_tap: Leaf = None  # P K H D, with `Config.boundary_taps` only
-    adapters: tuple[LayerAdapters, ...] = ()  # of the upper layers, with `enable_lora` only
+    adapters: tuple[LayerAdapters, ...] = ()  # of all layers, with `enable_lora` only
     speculator: Speculator | None = None
 
 

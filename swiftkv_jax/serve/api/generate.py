@@ -100,7 +100,7 @@ class _Asked[B: ChatBody | CompletionBody]:
             top_logprobs=top_logprobs,
             cache_salt=self.salt,
             page_keys=prompt.page_keys or None,
-            adapter=self.adapter,
+            adapter=self.adapter.engine_name,
         )
         return EngineRequest(request, prompt)
 
@@ -147,7 +147,7 @@ class _Asked[B: ChatBody | CompletionBody]:
                 grammar=matcher,
                 speculative=body.speculative is not False,
                 prediction=prediction,
-                adapter=self.adapter,
+                adapter=self.adapter.engine_name,
             )
             part = EngineRequest(request, prompt, grammar_param=form.param)
             for index in range(number * params.n, (number + 1) * params.n):
@@ -188,7 +188,13 @@ async def completion(
             "stream", "`stream` does not go with `echo` and `logprobs`, or without new tokens"
         )
     truncation = truncation_of(body, app.service.max_model_len)
-    how = Encoding(asked.salt, "prompt", body.add_special_tokens is not False, truncation)
+    how = Encoding(
+        asked.salt,
+        "prompt",
+        body.add_special_tokens is not False,
+        truncation,
+        prompt_digest=asked.adapter.prompt_digest,
+    )
     prompts = await asked.timed(app.encoder.encode(texts, how))
     form = await asked.form(None)
     params = asked.params(prompts, repeats=True)
@@ -226,7 +232,9 @@ async def chat_generation(
     they are asked for. Raises `APIError`."""
     asked = _Asked(app, exchange, body)
     form = await asked.form(app.tool_format)
-    prompt = await asked.timed(app.encode_chat(body, asked.salt, exchange.num_bytes_in))
+    digest = asked.adapter.prompt_digest
+    encoding = app.encode_chat(body, asked.salt, exchange.num_bytes_in, prompt_digest=digest)
+    prompt = await asked.timed(encoding)
     params = asked.params([prompt], repeats=False)
     start: Start = "over"
     if app.reasoning is not None:

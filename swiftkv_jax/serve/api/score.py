@@ -17,6 +17,7 @@ from ..errors import PromptTooLong, invalid, unsupported
 from ..http.exchange import HTTPExchange
 from ..options import MAX_LOGPROB_ENTRIES, MAX_PROMPTS
 from ..protocol import Pair, ScoreBody
+from ..service.adapters import ServedAdapter
 from ..service.admission import Reservation
 from ..service.generation import EngineRequest, Generation
 from ..text.prompts import Prompt
@@ -66,7 +67,9 @@ async def _parts(
     return parts
 
 
-def _part(app: App, number: int, pair: Pair, top: int, salt: str, adapter: str) -> EngineRequest:
+def _part(
+    app: App, number: int, pair: Pair, top: int, salt: str, adapter: ServedAdapter
+) -> EngineRequest:
     param = f"pairs[{number}]"
     try:
         before, after = encode_pair(app.tokenizer, pair.context, pair.continuation)
@@ -76,14 +79,15 @@ def _part(app: App, number: int, pair: Pair, top: int, salt: str, adapter: str) 
     limit = app.service.max_model_len
     if ids.size > limit:
         raise PromptTooLong(param, prompt_tokens=ids.size, limit=limit)
-    keys = page_keys(ids, app.encoder.page_size, salt)  # type: ignore[arg-type]
+    digest = adapter.prompt_digest
+    keys = page_keys(ids, app.encoder.page_size, salt, prompt_digest=digest)  # type: ignore[arg-type]
     request = ScoreRequest(
         ids,  # type: ignore[arg-type]
         start=len(before),
         top_logprobs=top,
         cache_salt=salt,
         page_keys=keys,
-        adapter=adapter,
+        adapter=adapter.engine_name,
     )
     return EngineRequest(request, Prompt(ids, keys, None))
 

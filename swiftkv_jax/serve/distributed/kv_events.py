@@ -23,6 +23,7 @@ import msgspec
 
 from ...errors import UsageError
 from ...infer.engine.cache_events import CacheEvent, PagesStored
+from ..lora_modules import public_name
 from ..options import KVEventsConfig
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,8 @@ class BlockStored(_Event):
     block_size: int
     lora_id: None
     medium: str
-    lora_name: None
+    lora_name: str | None
+    """The adapter on which they depend; None for those of the model."""
     extra_keys: list[tuple[str] | None] | None = None
     """Values on which the hash of each block depends besides tokens: the cache salt, in the first
     block of a sequence."""
@@ -93,7 +95,7 @@ def _event(event: CacheEvent, page_size: int) -> BlockStored | BlockRemoved:
         page_size,
         None,
         MEDIUM,
-        None,
+        public_name(event.adapter) or None,
         extra,
     )
 

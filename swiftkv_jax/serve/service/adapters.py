@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ...errors import UsageError
+from ..lora_modules import engine_name, public_name
 from .service import Service
 
 
@@ -24,21 +25,25 @@ class ServedAdapter:
     requests have ended, and another may be loaded under its name meanwhile."""
     root: str
     """The directory it is from."""
+    prompt_digest: bytes
+    """See `Adapter`."""
     num_requests: int = 0
     """Requests that have named it and are not over."""
     is_unloaded: bool = False
 
 
+NO_ADAPTER = ServedAdapter("", "", b"")
+"""That of requests for the model itself."""
+
+
 class ServedAdapters:
     """Adapters by the names of requests. All of it runs on the thread of the connections."""
 
-    def __init__(self, service: Service, loaded: Mapping[str, str], places: int):
-        """`loaded` are the engine's at the start, and the directory of each; `places` is the number
-        of adapters that it can have."""
+    def __init__(self, service: Service, loaded: Mapping[str, ServedAdapter], places: int):
+        """`loaded` are the engine's at the start; `places` is the number of adapters that it can
+        have."""
         self._service, self._places = service, places
-        self._served = {name: ServedAdapter(name, root) for name, root in loaded.items()}
-        self._names = {name: name for name in loaded}
-        """Name of each that the engine has."""
+        self._served = dict(loaded)
         self._count = itertools.count(2)
         self._loading = asyncio.Lock()
 
@@ -58,15 +63,16 @@ class ServedAdapters:
                 message = f"The lora adapter {name!r} has already been loaded."
                 raise UsageError(message, option="adapter")
             adapter = await asyncio.to_thread(engine.read_adapter, path)
-            engine_name = f"{name} ({next(self._count)})"
-            insert = engine.call(lambda engine: engine.adapters.insert(engine_name, adapter))
+            made = ServedAdapter(
+                engine_name(name, next(self._count)), str(path), adapter.prompt_digest
+            )
+            insert = engine.call(lambda engine: engine.adapters.insert(made.engine_name, adapter))
             try:
                 await asyncio.wrap_future(insert)
             except concurrent.futures.BrokenExecutor:
                 self._service.check_ready()
                 raise
-            self._names[engine_name] = name
-            self._served[name] = ServedAdapter(engine_name, str(path))
+            self._served[name] = made
 
     def unload(self, name: str) -> None:
         """Take no further requests for an adapter. Those that have been taken keep it."""
@@ -91,7 +97,6 @@ class ServedAdapters:
         """Let the engine forget an adapter that was unloaded and that no request needs."""
         if adapter.is_unloaded and not adapter.num_requests:
             self._service.engine.call(lambda engine: engine.adapters.unload(adapter.engine_name))
-            del self._names[adapter.engine_name]
 
     def facts(self) -> dict[str, str]:
         """Labels of vLLM's metric of adapters; none if the engine takes none."""
@@ -100,6 +105,5 @@ class ServedAdapters:
         found = {"max_lora": str(self._places)}
         for state in ("running", "waiting"):
             of_requests = self._service.adapters_of_requests(waiting=state == "waiting")
-            names = {self._names.get(one, one) for one in of_requests}
-            found[f"{state}_lora_adapters"] = ",".join(sorted(names))
+            found[f"{state}_lora_adapters"] = ",".join(sorted(set(map(public_name, of_requests))))
         return found

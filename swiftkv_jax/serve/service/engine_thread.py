@@ -12,12 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ...errors import UsageError
 from ...infer.engine.cache_events import CacheEvent
 from ...infer.engine.checks import most_new_tokens
 from ...infer.engine.engine import Engine
+from ...infer.engine.model_runner_base import Adapter
 from ...infer.engine.page_pool import PrefixStats
 from ...infer.engine.requests import Request, RequestOutput, ScoreRequest
 from ...infer.engine.sampling_params import SamplingParams
@@ -140,7 +141,7 @@ class EngineThread:
         pools = self._engine.pools
         return pools[0].page_size * max(len(pool.match(page_keys)) for pool in pools)
 
-    def read_adapter(self, path: Path) -> Any:
+    def read_adapter(self, path: Path) -> Adapter:
         """`Adapters.read` of the engine."""
         return self._engine.adapters.read(path)
 

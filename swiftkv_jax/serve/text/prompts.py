@@ -71,6 +71,8 @@ class Encoding(NamedTuple):
     truncation: Truncation | None = None
     counting: bool = False
     """True if nothing continues the prompts: they may be empty, or too long (`COUNTED`)."""
+    prompt_digest: bytes = b""
+    """That of the adapter, for `page_keys`."""
 
 
 class PromptEncoder:
@@ -238,7 +240,12 @@ class PromptEncoder:
             raise self._too_long(ids.size, how.param)
         keys = []
         if self._caching and not how.counting:
-            keys = page_keys(ids, self.page_size, how.salt)  # type: ignore[arg-type]
+            keys = page_keys(
+                ids,  # type: ignore[arg-type]
+                self.page_size,
+                how.salt,
+                prompt_digest=how.prompt_digest,
+            )
         return Prompt(ids, keys, text)
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:

@@ -1,5 +1,5 @@
-"""Adapters beside the weights: answers are those of the models that they are merged into, on one
-prefix cache, and they come and go without a compilation."""
+"""Adapters beside the weights: answers are those of the models that they are merged into, those of
+upper layers share one prefix cache, and they come and go without a compilation."""
 
 import dataclasses
 import gc
@@ -25,17 +25,27 @@ from tests.infer.engine.mock_requests import check_empty, drain
 from tests.infer.engine.own_kv_engines import run
 from tests.infer.engine.test_engine import LENGTH, model, options
 from tests.infer.mock_model_runner import continuation, mock_engine
+from tests.test_boundary import model_of
 
 ALL = ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-MADE: list[tuple[list[str], dict[str, Any]]] = [
-    (ALL, {"rank": 4}),
-    (["self_attn.q_proj"], {}),
-    (["self_attn.q_proj", "self_attn.q_proj_swiftkv"], {"rank": 1}),
-    *(([module], {"rank": 3}) for module in ALL[1:]),
-    (ALL, {"use_rslora": True, "alpha_pattern": {"up_proj": 1}}),
+KV = ["self_attn.k_proj", "self_attn.v_proj"]
+STUDENTS_KV = [f"{module}_swiftkv" for module in KV]
+"""Of the first upper layer, whose group has both."""
+MADE: list[tuple[list[str], list[str], dict[str, Any]]] = [
+    ([], ALL, {"rank": 4}),
+    ([], ["self_attn.q_proj"], {}),
+    ([], ["self_attn.q_proj", "self_attn.q_proj_swiftkv"], {"rank": 1}),
+    ([], ["self_attn.o_proj"], {"rank": 3}),
+    ([*ALL, *KV, *STUDENTS_KV], ALL, {"rank": 4}),
+    (STUDENTS_KV[:1], [], {}),
+    (KV, [], {"rank": 3}),
+    (ALL[2:], [], {"use_rslora": True, "alpha_pattern": {"up_proj": 1}}),
 ]
-"""Modules of an adapter, on each upper layer, and its other fields."""
+"""Modules of an adapter, of lower layers or the student's keys and values, and of each upper layer,
+and its other fields."""
 TENANTS = [f"tenant-{number}" for number in range(len(MADE))]
+UPPER, LOWER = TENANTS[:4], TENANTS[4:]
+"""Those that share the model's prefix cache, and those that do not."""
 Answer = tuple[list[int], list[float]]
 """Tokens, and their log-probabilities."""
 DOCUMENT = np.random.default_rng(0).integers(61, size=41).tolist()
@@ -54,8 +64,10 @@ def base(tmp_path_factory) -> Path:
 def folders(base, tmp_path_factory) -> dict[str, Path]:
     path = tmp_path_factory.mktemp("adapters")
     found = {}
-    for seed, (name, (modules, fields)) in enumerate(zip(TENANTS, MADE, strict=True)):
-        sizes = {f"model.layers.{layer}.{one}": 0.2 for layer in (1, 2) for one in modules}
+    for seed, (name, (lower, upper, fields)) in enumerate(zip(TENANTS, MADE, strict=True)):
+        modules = [f"{1 if one in STUDENTS_KV else 0}.{one}" for one in lower]
+        modules += [f"{layer}.{one}" for layer in (1, 2) for one in upper]
+        sizes = {f"model.layers.{module}": 0.2 for module in modules}
         found[name] = adapter(path / name, sizes, base, seed=seed, **fields)
     return found
 
@@ -117,28 +129,66 @@ def assert_same(found: Answer, expected: Answer) -> None:
 
 
 def test_eight_tenants_read_one_document(engine, oracle):
-    """It is prefilled once, for all and for requests without an adapter; half of the answers are
-    draws."""
+    """It is prefilled once for those of upper layers and for requests without an adapter, and once
+    for each of the others; half of the answers are draws."""
     engine.reset_stats()
     requests = [
         ask(name, temperature=number % 2, seed=number) for number, name in enumerate([*TENANTS, ""])
     ]
     found = run(engine, requests[:1]) + run(engine, requests[1:])
-    assert engine.prefix_stats.hits == 8 * 40 and engine.stats.prefilled_tokens == 40
+    assert engine.prefix_stats.hits == 4 * 40 and engine.stats.prefilled_tokens == 5 * 40
     for request, answer in zip(requests, found, strict=True):
         oracle.check_answer(request, answer)
     assert len({tuple(logprobs) for _, logprobs in found}) == 9
-    # What one has answered is in the cache for the others.
-    longer = ask(TENANTS[4], [*DOCUMENT, *found[0][0]])
-    engine.reset_stats()
-    oracle.check_answer(longer, run(engine, [longer])[0])
-    assert engine.prefix_stats.hits == 44
+    # What one has answered is in the cache for all that share it.
+    for number, name in (0, UPPER[3]), (4, LOWER[0]):
+        longer = ask(name, [*DOCUMENT, *found[number][0]])
+        engine.reset_stats()
+        oracle.check_answer(longer, run(engine, [longer])[0])
+        assert engine.prefix_stats.hits == 44
     assert engine.stats.compilations == 0
+
+
+def test_prompts_in_one_chunk(engine, oracle):
+    """Of five adapters, with tokens that begin alike."""
+    requests = [ask(name, DOCUMENT[20:23], max_tokens=2) for name in ("", *LOWER)]
+    engine.reset_stats()
+    for request, answer in zip(requests, run(engine, requests), strict=True):
+        oracle.check_answer(request, answer)
+    assert engine.stats.chunks == 1
+
+
+def test_rows_of_the_model_are_those_of_an_engine_without_adapters(engine):
+    """To the bit."""
+    plain = engine_with(scoring=False)
+    requests = [ask("", DOCUMENT[at : at + 20], temperature=at % 2, seed=1) for at in range(5)]
+    others = [ask(name, DOCUMENT[:9]) for name in LOWER]
+    assert run(engine, [*requests, *others])[:5] == run(plain, requests)
+
+
+def test_pages_are_found_by_the_bytes_of_an_adapter(engine, folders):
+    """Not by its name."""
+    name, other = LOWER[:2]
+    prompt = DOCUMENT[7:28]
+
+    def hits(read: str) -> int:
+        engine.reset_stats()
+        run(engine, [ask(read, prompt)])
+        return engine.prefix_stats.hits
+
+    assert [hits(one) for one in ("", name, name, UPPER[0])] == [0, 0, 20, 20]
+    for source, expected in ((UPPER[2], 20), (LOWER[2], 0), (name, 20)):
+        engine.adapters.unload(name)
+        engine.adapters.load(name, folders[source])
+        assert hits(name) == expected
+    assert hits(other) == 0
+    with pytest.raises(UsageError, match="'none' is not loaded"):
+        engine.adapters.prompt_digest("none")
 
 
 def test_scores(engine, oracle):
     """Of two texts in one chunk."""
-    requests = [ScoreRequest(DOCUMENT[at : at + 7], 2, adapter=TENANTS[at]) for at in (0, 7)]
+    requests = [ScoreRequest(DOCUMENT[at : at + 7], 2, adapter=TENANTS[at]) for at in (0, 4)]
     for request, found in zip(requests, run(engine, requests), strict=True):
         oracle.check(request.adapter, request.tokens, 2, found, greedy=False)
 
@@ -146,12 +196,12 @@ def test_scores(engine, oracle):
 @pytest.mark.long
 def test_drafts(engine, folders):
     """Predictions of the answers are accepted in rows of different adapters."""
-    names = ["", *TENANTS[:4]]
+    names = ["", *UPPER[:2], *LOWER[:2]]
     requests = [ask(name, DOCUMENT[:9], max_tokens=20) for name in names]
     expected = run(engine, requests)
     always = SpeculativeConfig(enable_adaptive_verification=False)
     drafting = engine_with(enable_lora=True, max_lora_rank=4, speculative=always)
-    for name in TENANTS[:4]:
+    for name in names[1:]:
         drafting.adapters.load(name, folders[name])
     predicted = [
         dataclasses.replace(request, prediction=answer[0])
@@ -192,15 +242,17 @@ def test_a_name_is_given_to_another_adapter_while_requests_run(engine, folders):
 
 def test_loading_compiles_nothing_and_leaks_nothing(engine, folders, compilations):
     """In one place, the smaller after the larger: nothing of it stays."""
-    expected = run(engine, [ask(TENANTS[5])])
+    small, large = LOWER[1], LOWER[0]
+    expected = run(engine, [ask(small)])
+    read = [engine.adapters.read(folders[name]) for name in (large, small)]
     gc.collect()
     before = len(jax.live_arrays())
-    for name in (TENANTS[0], TENANTS[5]) * 10:
-        engine.adapters.unload(TENANTS[5])
-        engine.adapters.load(TENANTS[5], folders[name])
+    for one in read * 50:
+        engine.adapters.unload(small)
+        engine.adapters.insert(small, one)
     gc.collect()
     assert len(jax.live_arrays()) == before
-    assert_same(run(engine, [ask(TENANTS[5])])[0], expected[0])
+    assert_same(run(engine, [ask(small)])[0], expected[0])
     assert not compilations
 
 
@@ -213,27 +265,26 @@ def test_weights_are_updated_below_adapters(engine, base, folders):
     assert_same(run(engine, [ask(TENANTS[0])])[0], before[0])
 
 
-def test_a_place_is_kept_for_a_request_that_waits_again():
+@pytest.mark.parametrize("names", [("10", "20"), ("110", "120")])
+def test_a_place_is_kept_for_a_request_that_waits_again(names):
     """The pages suffice for one of two; the one that was preempted ends with its adapter, unloaded
-    meanwhile."""
-    engine, _ = mock_engine(num_pages=12, reserve_tokens=4, num_adapters=2)
-    for name in ("10", "20"):
+    meanwhile. The second two do not share pages of their prompts."""
+    engine, _ = mock_engine(num_pages=14, reserve_tokens=4, num_adapters=2)
+    for name in names:
         engine.adapters.load(name, Path(name))
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
-    ids = {
-        engine.add_request(Request([5, 6, 7], params, adapter=name)): name for name in ("10", "20")
-    }
+    params, prompt = SamplingParams(max_tokens=30, ignore_eos=True), [*range(5, 15)]
+    ids = {engine.add_request(Request(prompt, params, adapter=name)): name for name in names}
     outputs: dict[int, list[int]] = {number: [] for number in ids}
     while not engine.stats.preemptions:
         for output in engine.step():
             outputs[output.request_id] += output.token_ids
-    engine.adapters.unload("20")
+    engine.adapters.unload(names[1])
     with pytest.raises(UsageError, match="all 2 places"):
         engine.adapters.load("30", Path("30"))
     for output in drain(engine):
         outputs[output.request_id] += output.token_ids
     for number, name in ids.items():
-        assert outputs[number] == continuation([5, 6, 7], 30, int(name), ends=False)
+        assert outputs[number] == continuation(prompt, 30, int(name), ends=False)
     engine.adapters.load("30", Path("30"))
 
 
@@ -247,13 +298,11 @@ def test_what_an_engine_refuses(engine, base, folders, tmp_path):
     ]:
         with pytest.raises(UsageError, match=text):
             load()
-    names, lower = (
-        engine.adapters.names,
-        adapter(tmp_path / "a", {"model.layers.0.mlp.up_proj": 1}, base),
-    )
+    names = engine.adapters.names
+    teachers = adapter(tmp_path / "a", {"model.layers.1.self_attn.k_proj": 1}, base)
     engine.adapters.unload(TENANTS[0])
-    with pytest.raises(CheckpointError, match="merge this one while the model loads"):
-        engine.adapters.load("lower", lower)
+    with pytest.raises(CheckpointError, match="merge the adapter into the teacher, calibrate"):
+        engine.adapters.load("teacher's", teachers)
     engine.adapters.load(TENANTS[0], folders[TENANTS[0]])
     assert sorted(engine.adapters.names) == sorted(names)
 
@@ -261,8 +310,7 @@ def test_what_an_engine_refuses(engine, base, folders, tmp_path):
 @pytest.mark.parametrize(
     "fields, swiftkv, shape, text",
     [
-        ({}, False, None, "in the upper layers of SwiftKV, and this model runs without"),
-        ({"generated_kv": "own"}, True, None, "needs `generated_kv`=boundary"),
+        ({"lora_upper_only": True}, False, None, "for the upper layers of SwiftKV, and this mod"),
         ({}, True, "1x2", "runs on one device; one adapter can be merged at load"),
     ],
 )
@@ -272,7 +320,12 @@ def test_what_is_refused_at_the_start(fields, swiftkv, shape, text):
         build_model_runner(model(), options(enable_lora=True, **fields), swiftkv=swiftkv, mesh=mesh)
 
 
-def test_a_student_that_mixes_values_is_refused():
+def test_students_that_are_refused():
     hf = tiny.hf_config(key_value_group_size=2, shared_kv_heads=[[1, 0]] * 4)
     with pytest.raises(UsageError, match="mix shared values"):
         build_model_runner(tiny.model_of(hf, tiny.tensors_for(hf)), options(enable_lora=True))
+    config, llama, delta = model_of(1, 0, 1)
+    with pytest.raises(UsageError, match="prompt attention layers: prompts run those; leave it"):
+        build_model_runner(
+            skv.Model(llama, delta, config), options(enable_lora=True, lora_upper_only=True)
+        )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from pathlib import Path
 
 import pytest
 
@@ -30,7 +31,8 @@ class Follower:
         assert len(event.token_ids) == self.page_size * len(event.keys) > 0
         before = [] if event.parent is None else self.prefixes[event.parent]
         tokens = [*before, *event.token_ids.tolist()]
-        keys = page_keys(tokens, self.page_size, event.cache_salt)
+        digest = bytes([int(event.adapter)]) if event.adapter else b""
+        keys = page_keys(tokens, self.page_size, event.cache_salt, prompt_digest=digest)
         assert keys[-len(event.keys) :] == event.keys
         assert event.parent == (keys[-len(event.keys) - 1] if before else None)
         for number, key in enumerate(keys, start=1):
@@ -39,8 +41,8 @@ class Follower:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_cache_can_be_followed(seed):
-    """Through evictions, preemptions, aborts, samples of one prompt, scores, shards and host
-    memory."""
+    """Through evictions, preemptions, aborts, samples of one prompt, scores, shards, host memory,
+    and adapters of which one has the model's pages and one its own."""
     rng = random.Random(seed)
     engine, _ = mock_engine(
         dp_size=1 + seed % 2,
@@ -49,18 +51,22 @@ def test_the_cache_can_be_followed(seed):
         reserve_tokens=rng.choice([1, 5, 512]),
         window=rng.choice([None, 21]),
         enable_prefix_caching=seed != 5,
+        num_adapters=2,
     )
+    for name in ("3", "200"):
+        engine.adapters.load(name, Path(name))
     events, follower = engine.record_cache_events(), Follower(4)
     prefixes = [prompt_of(number, rng.randint(4, 24)) for number in range(3)]
     live: list[int] = []
     for _ in range(150):
         prompt = [*rng.choice(prefixes), *prompt_of(rng.randrange(6), rng.randint(1, 12))]
-        salt = rng.choice(["", "", "a"])
+        salt, adapter = rng.choice([("", ""), ("", "3"), ("a", ""), ("", "200"), ("a", "200")])
         if rng.random() < 0.3:
-            live.append(engine.add_request(ScoreRequest(prompt, rng.randint(1, 4), 0, salt)))
+            score = ScoreRequest(prompt, rng.randint(1, 4), 0, salt, adapter=adapter)
+            live.append(engine.add_request(score))
         elif rng.random() < 0.5:
             request = ask(prompt, rng.randint(1, 20), n=rng.randint(1, 2))
-            request = dataclasses.replace(request, cache_salt=salt)
+            request = dataclasses.replace(request, cache_salt=salt, adapter=adapter)
             live.append(engine.add_request(request))
         if rng.random() < 0.1 and live:
             engine.abort_request(rng.choice(live))
