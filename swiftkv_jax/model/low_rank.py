@@ -65,7 +65,7 @@ class LayerAdapters:
 
     q: Terms | None = None
     k: Terms | None = None
-    """Of an upper layer: of the group that it is the first of, as prompts have it; and so `v`."""
+    """Terms for keys; of an upper layer for those of the group that it begins. So is `v`."""
     v: Terms | None = None
     o: Terms | None = None
     gate: Terms | None = None

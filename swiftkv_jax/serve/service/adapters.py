@@ -33,7 +33,7 @@ class ServedAdapter:
 
 
 NO_ADAPTER = ServedAdapter("", "", b"")
-"""That of requests for the model itself."""
+"""Stand-in in requests for the model itself."""
 
 
 class ServedAdapters:

@@ -72,7 +72,7 @@ class Encoding(NamedTuple):
     counting: bool = False
     """True if nothing continues the prompts: they may be empty, or too long (`COUNTED`)."""
     prompt_digest: bytes = b""
-    """That of the adapter, for `page_keys`."""
+    """Digest of the adapter, for `page_keys`."""
 
 
 class PromptEncoder:
