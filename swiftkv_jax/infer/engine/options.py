@@ -350,12 +350,25 @@ class EngineOptions:
             if getattr(self, name) and not getattr(self, needed):
                 raise UsageError(f"`{name}` needs `{needed}`", option=name)
         _check_generated_kv(self.generated_kv, self.exact_tail)
+        for name in ("decode_rows", "chunks"):
+            _check_sizes(name, getattr(self, name))
         if not 0 < self.memory_utilization <= 1:
             raise UsageError(
                 f"`memory_utilization`={self.memory_utilization} must be a number above 0 and at "
                 f"most 1",
                 option="memory_utilization",
             )
+
+
+def _check_sizes(name: str, sizes: Any) -> None:
+    """Raise `UsageError` unless these are sizes of a call, ascending, or None."""
+    if sizes is None:
+        return
+    numbers = isinstance(sizes, tuple | list) and all(type(size) is int for size in sizes)
+    if not numbers or sorted({0, *sizes}) != [0, *sizes]:
+        raise UsageError(
+            f"`{name}`={sizes!r} must be ascending whole numbers from 1 up", option=name
+        )
 
 
 def _check_generated_kv(generated_kv: object, exact_tail: object) -> None:

@@ -80,12 +80,10 @@ def choose_shapes(
     table_pages = -(-length // page_size)
     chunks = options.chunks or _chunk_sizes(options, length, slots, platform, ridge_tokens)
     decode_rows = options.decode_rows or _decode_rows(options, slots, platform)
-    if decode_rows[-1] != slots or any(
-        sorted(set(sizes)) != list(sizes) for sizes in (chunks, decode_rows)
-    ):
+    if decode_rows[-1] != slots:
         raise UsageError(
-            f"`chunks`={chunks} and `decode_rows`={decode_rows} must be ascending, and the last of "
-            f"`decode_rows` the {slots} sequences of each device"
+            f"the last of `decode_rows`={decode_rows} must be the {slots} sequences of each device",
+            option="decode_rows",
         )
     all_pages = slots * table_pages * (1 + config.pages_per_own_page)
     if options.kv_cache_memory is not None:

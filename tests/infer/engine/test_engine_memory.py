@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+import re
 
 import jax
 import jax.numpy as jnp
@@ -148,10 +149,13 @@ def test_options_are_checked():
         ({"memory_utilization": 1.5}, "`memory_utilization`=1.5"),
         ({"memory_utilization": "0.9"}, "`memory_utilization`='0.9' must be a number"),
         ({"scoring": "no"}, "`scoring`='no' must be a bool"),
-        ({"decode_rows": (2,)}, "the last of `decode_rows` the 4 sequences"),
-        ({"chunks": (16, 4)}, "must be ascending"),
+        ({"decode_rows": (2,)}, "the last of `decode_rows`=(2,) must be the 4 sequences"),
+        ({"decode_rows": (0, 4)}, "`decode_rows`=(0, 4) must be ascending whole numbers"),
+        ({"chunks": (16, 4)}, "`chunks`=(16, 4) must be ascending"),
+        ({"chunks": (1.5,)}, "`chunks`=(1.5,) must be ascending whole numbers from 1 up"),
+        ({"chunks": 256}, "`chunks`=256 must be ascending whole numbers from 1 up"),
     ):
-        with pytest.raises(UsageError, match=message):
+        with pytest.raises(UsageError, match=re.escape(message)):
             Engine.from_model(model(), options(**fields))
 
 

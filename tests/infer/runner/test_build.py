@@ -110,7 +110,7 @@ def test_what_is_refused_leaves_a_model_that_is_donated_whole(tmp_path):
         ({"speculative": SpeculativeConfig(num_speculative_tokens=8)}, UsageError, "at most 7"),
         ({"speculative": SpeculativeConfig(model=str(head))}, CheckpointError, "can run code"),
         ({"speculative": SpeculativeConfig(model=str(differs))}, CheckpointError, "that differ"),
-        ({"chunks": (64, 32)}, UsageError, "must be ascending"),
+        ({"decode_rows": (2,)}, UsageError, "must be the 1 sequences"),
         ({"kv_cache_memory": 5000}, UsageError, "too little for one sequence"),
         ({"prefix_cache_host": 100}, UsageError, "is too small"),
     ]
