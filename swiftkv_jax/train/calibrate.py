@@ -28,7 +28,7 @@ from ..errors import UsageError
 from ..kernel_check import forward_configs
 from ..model.attention import Attention
 from ..model.config import Config
-from ..model.cut import CUT_FIELDS, has_same_delta
+from ..model.cut import CUT_FIELDS, describe_cut, has_same_delta
 from ..model.model import Model
 from ..model.stacks import cast
 from ..process.distributed import is_main_process
@@ -42,7 +42,7 @@ from .loss.quality import MIN_FAR_TOKENS, FarLoss, PerplexityLoss, StudentLoss
 from .run.evaluation import compare_rows, load_held_out, noted, warn_of_loss
 from .run.open_run import OpenRun, open_run
 from .run.output_folder import held_folder
-from .run.setup import boundary_settings, check_closed_form, describe_run
+from .run.setup import check_closed_form, describe_run
 from .run.start import calibration_tokens, copied_delta, fitted_delta, rows_left, scale_queries
 from .run.step import make_eval_step
 from .run_options import PlanOptions, make_options
@@ -204,12 +204,8 @@ def _check_kept(source: Source, config: Config) -> None:
     if not source.has_delta:
         raise UsageError("`keep_delta`: the model has no delta")
     if not has_same_delta(config, source.config):
-        found = source.config
-        raise UsageError(
-            f"`keep_delta`: the model's delta is of `num_key_value_layers`="
-            f"{found.num_key_value_layers} and `key_value_group_size`={found.key_value_group_size}"
-            + "".join(f", `{name}`={value}" for name, value in boundary_settings(found).items())
-        )
+        found = describe_cut(source.config, config.num_layers)
+        raise UsageError(f"`keep_delta`: the model's delta is of {found}")
     if source.config.has_two_caches:
         raise UsageError("`keep_delta`: the model is for `generated_kv`=own: it is scaled already")
     if not config.has_two_caches:

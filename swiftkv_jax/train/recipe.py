@@ -11,8 +11,7 @@ from typing import Any, Literal
 from .. import demo
 from ..cli.fields import option
 from ..errors import UsageError
-from ..model.config import Config, Remat
-from ..model.cut import CUT_FIELDS
+from ..model.config import Remat
 from ..pallas_kernels import Implementation
 from .data.sources import STDLIB
 from .loss.objective import (
@@ -24,7 +23,7 @@ from .loss.objective import (
     Objective,
     Padding,
 )
-from .run_options import Init, RunOptions, Steers, check_share, steering
+from .run_options import Init, RunOptions, check_share, steering
 
 Schedule = Literal["linear", "cosine", "constant"]
 """Course of the learning rate after its warm-up."""
@@ -137,7 +136,6 @@ class Recipe(RunOptions):
         "relative",
         "hidden-state error of a token relative to the teacher's mean square, or as it is "
         "(default: %(default)s)",
-        earlier="absolute",
     )
     hidden_loss_layer: int = steering(
         AUTHORS.hidden_layer, "hidden state compared, as Hugging Face counts (default: %(default)s)"
@@ -147,19 +145,16 @@ class Recipe(RunOptions):
         "targets",
         "what the distillation loss of a step is divided by: its predicted targets, or all "
         "its positions (default: %(default)s)",
-        earlier="targets",
     )
     loss_mask: LossMask = steering(
         "shifted",
         "predictions that count: those of targets, or with unshifted those at targets "
         "(default: %(default)s)",
-        earlier="shifted",
     )
     padding: Padding = steering(
         "separate",
         "the end of a row that no document fills: counted nowhere, or joined to the last "
         "document (default: %(default)s)",
-        earlier="separate",
     )
     resume: Resume = option(
         "auto",
@@ -257,17 +252,8 @@ class Recipe(RunOptions):
         )
 
 
-STEERS: dict[str, Steers] = {
-    field.name: field.metadata["steers"]
-    for field in dataclasses.fields(Recipe)
-    if "steers" in field.metadata
-}
+STEERING = tuple(field.name for field in dataclasses.fields(Recipe) if "steers" in field.metadata)
 """The fields that steer the updates."""
-STEERING_LATER = {name: note.earlier for name, note in STEERS.items() if note.earlier is not None}
-"""Fields that the first checkpoints lack, with the values that those were trained with."""
-STEERING = tuple(name for name in STEERS if name not in STEERING_LATER)
-UNRECORDED = STEERING_LATER | {name: getattr(Config, name) for name in CUT_FIELDS}
-"""Values of settings that a checkpoint does not name."""
 
 DEMO = Recipe(
     model=str(demo.LLAMA),

@@ -18,21 +18,12 @@ Init = Literal["closed-form", "leader", "authors"]
 """The start of a fresh delta; see `initialization.Start` for the last two."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Steers:
-    """Marks a field that steers the updates: a run continues only with the same value (see
+def steering[T](default: T, help: str, **how: Any) -> T:
+    """`option` for a field that steers the updates: a run continues only with the same value (see
     `setup.fingerprint`). The others may change when a run is continued: their results are in the
     fingerprint (weights, cut, data, number of steps), or they change only rounding, or what is
     saved, reported and exported."""
-
-    earlier: Any = None
-    """For a field that is missing in the first checkpoints, the value that those were trained
-    with."""
-
-
-def steering[T](default: T, help: str, *, earlier: Any = None, **how: Any) -> T:
-    """`option` for a field that steers the updates: see `Steers`."""
-    return option(default, help, metadata={"steers": Steers(earlier)}, **how)
+    return option(default, help, metadata={"steers": True}, **how)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -232,7 +232,7 @@ def test_queries_of_a_given_delta_are_scaled(folder, capsys):
         "--keep-delta needs --generated-kv own and layers that share": [
             *("--model", given, "--keep-delta"),
         ],
-        "--keep-delta: the model's delta is of --num-key-value-layers 2 and": [
+        "--keep-delta: the model's delta is of K=2 of ": [
             *("--model", given, "--key-value-group-size", "4", *kept),
         ],
         "--keep-delta: the model is for --generated-kv own: it is scaled already": [

@@ -32,7 +32,7 @@ from ...checkpoints.states import (
 from ...checkpoints.training_run import EXPORT, listed
 from ...errors import CheckpointError, UsageError
 from ...process.distributed import barrier, is_main_process
-from ..recipe import UNRECORDED, Resume
+from ..recipe import Resume
 from .step import TrainState
 
 logger = logging.getLogger(__name__)
@@ -158,9 +158,7 @@ class RunCheckpoints:
         names = sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
         if names:
             different = "; ".join(
-                f"{name} was {then.get(name, UNRECORDED.get(name))} and is now "
-                f"{now.get(name, UNRECORDED.get(name))}"
-                for name in names
+                f"{name} was {then.get(name)} and is now {now.get(name)}" for name in names
             )
             raise CheckpointError(
                 f"{path} belongs to another run ({different}); name another `output_dir`"

@@ -20,7 +20,14 @@ from ...checkpoints.digest import digest_all
 from ...checkpoints.training_run import RECIPE, config_differences
 from ...errors import CheckpointError, ConfigError, OutOfMemoryError, UsageError
 from ...model.config import Config
-from ...model.cut import choose_cut, choose_generated_kv, describe_cut, drop_own, has_same_delta
+from ...model.cut import (
+    CUT_FIELDS,
+    choose_cut,
+    choose_generated_kv,
+    describe_cut,
+    drop_own,
+    has_same_delta,
+)
 from ...model.model import Model
 from ...model.params import llama_shapes, swiftkv_shapes
 from ...model.quantization import refuse_quantized
@@ -30,7 +37,7 @@ from ...process.json_files import read_json
 from ..data.loader import DatasetMixture
 from ..data.prepare import Preparation
 from ..data.sources import parse_source, unweighted
-from ..recipe import STEERING, STEERING_LATER, Recipe
+from ..recipe import STEERING, Recipe
 from ..run_options import RunOptions
 
 logger = logging.getLogger(__name__)
@@ -38,7 +45,7 @@ logger = logging.getLogger(__name__)
 DATA = "data"
 """Folder of the prepared data, in the output folder."""
 EVAL_FINGERPRINT = "eval_fingerprint"
-"""Field of a run's record: the fingerprint of its held-out data, or null. Earlier runs lack it."""
+"""Field of a run's record: the fingerprint of its held-out data, or null."""
 
 
 def cut_model(options: RunOptions, found: Config) -> Config:
@@ -166,31 +173,16 @@ def fingerprint(
 ) -> dict[str, Any]:
     """Return what must be the same for a checkpoint to be continued: weights, data, and the
     settings that steer the updates. `initial_delta_digest` is the digest of the delta before the
-    first step.
-
-    Settings that earlier checkpoints do not have are included only if they differ from the values
-    that those were trained with.
-    """
-    later = {
-        name: getattr(recipe, name)
-        for name, earlier in STEERING_LATER.items()
-        if getattr(recipe, name) != earlier
+    first step."""
+    return {
+        **{name: getattr(recipe, name) for name in STEERING},
+        **{name: getattr(model.config, name) for name in CUT_FIELDS},
+        "steps": steps,
+        "dtype": str(model.dtype),
+        "base_model": digest_all(jax.tree.leaves(model.llama)),
+        "first_delta": initial_delta_digest,
+        "data": data.fingerprint,
     }
-    return (
-        {name: getattr(recipe, name) for name in STEERING}
-        | {
-            "steps": steps,
-            "dtype": str(model.dtype),
-            "num_key_value_layers": model.config.num_key_value_layers,
-            "key_value_group_size": model.config.key_value_group_size,
-            **boundary_settings(model.config),
-            **own_settings(model.config),
-            "base_model": digest_all(jax.tree.leaves(model.llama)),
-            "first_delta": initial_delta_digest,
-            "data": data.fingerprint,
-        }
-        | later
-    )
 
 
 def check_trainable(config: Config) -> None:
@@ -202,22 +194,6 @@ def check_trainable(config: Config) -> None:
             f"with `generated_kv`=boundary, then run train calibrate --keep-delta --generated-kv "
             f"own on the trained model"
         )
-
-
-def boundary_settings(config: Config) -> dict[str, Any]:
-    """The part of a fingerprint about prompt attention layers and taps; empty if there are none, as
-    in earlier checkpoints."""
-    names = "prompt_attention_layers", "prompt_mlp_neurons", "boundary_taps"
-    return {name: value for name in names if (value := getattr(config, name))}
-
-
-def own_settings(config: Config) -> dict[str, Any]:
-    """The part of a fingerprint about tokens that keep their own upper keys and values; empty if
-    there are none, as in earlier checkpoints."""
-    head = {"exact_head": config.exact_head} if config.exact_head else {}
-    if config.generated_kv == "boundary":
-        return head
-    return {"generated_kv": config.generated_kv, "exact_tail": config.exact_tail} | head
 
 
 def own_tail(config: Config) -> int | None:
@@ -262,7 +238,7 @@ def check_recorded(recipe: Recipe, config: Config, held_out: DatasetMixture | No
     measured = {name: recorded[name] for name in ("eval_data", "eval_batches") if name in recorded}
     changed = {name: old for name, old in measured.items() if old != getattr(recipe, name)}
     text = _fingerprint(held_out)
-    if "eval_data" not in changed and recorded.get(EVAL_FINGERPRINT, text) != text:
+    if "eval_data" not in changed and recorded.get(EVAL_FINGERPRINT) != text:
         changed["eval_data"] = "other text"
     if not changed:
         return
