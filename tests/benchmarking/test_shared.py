@@ -1,11 +1,10 @@
-"""What the benchmarks share: times per call, result files, and the reading of compiled programs."""
+"""What the benchmarks share: times per call and result files."""
 
 import json
 
 import pytest
 
 from benchmarks import report, serve, timing
-from tests.compile import hlo
 
 
 class Clock:
@@ -82,48 +81,3 @@ def test_parts_are_kept_when_a_later_one_does_not_end(tmp_path, monkeypatch, cap
     assert serve.main(["--shapes", "smoke", "--output", str(tmp_path)]) == 2
     assert serve.main(["--shapes", "smoke", "--only", "fly"]) == 2
     assert "no such part; parts: prefill" in capsys.readouterr().err
-
-
-# Compiled programs ------------------------------------------------------------
-
-
-HLO = """HloModule m
-
-%fused (p0: bf16[64,64], p1: s32[]) -> bf16[64,64] {
-  ROOT %n = bf16[64,64]{1,0} negate(%p0)
-}
-
-ENTRY %main (a: bf16[32,64], b: bf16[64,64], at: s32[]) -> bf16[64,64] {
-  %a = bf16[32,64]{1,0} parameter(0)
-  %b = bf16[64,64]{1,0} parameter(1)
-  %at = s32[] parameter(2)
-  %gemm = (bf16[64,64]{1,0}, s8[4096]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm"
-  %out = bf16[64,64]{1,0} get-tuple-element(%gemm), index=0
-  ROOT %new = bf16[64,64]{1,0} fusion(%out, %at), kind=kLoop, calls=%fused
-}
-"""
-
-
-def test_kernels_are_what_the_entry_runs():
-    assert hlo.kernels(HLO) == [("gemm", "custom-call"), ("new", "fusion")]
-    with pytest.raises(ValueError, match="no ENTRY"):
-        hlo.kernels("HloModule m")
-
-
-THUNKS = """\
-000: kSequential
-  000: kCommandBuffer
-    000: kKernel
-    001: kConditional
-      000: kCopy
-  001: kWhile
-    000: kConditional
-      000: kKernel
-    001: kGemm
-"""
-
-
-def test_thunks_inside_and_outside_command_buffers():
-    assert hlo.count_thunks(THUNKS) == hlo.Thunks(
-        command_buffers=1, inside=2, outside=2, branches_outside=1, loops_outside=1
-    )

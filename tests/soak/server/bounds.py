@@ -3,7 +3,7 @@ docs/server-stress.md says why."""
 
 from __future__ import annotations
 
-NAME, LONG_RUN = "server-soak", "server-long-run"
+NAME = "server-soak"
 """How the names of result files begin."""
 BUSY_LOAD = 1.0
 """Load average of a minute above which a machine is busy when the tests start."""

@@ -2,9 +2,8 @@
 
 The JSON object has `engine`, options of `mock_engine`; `step_seconds`, what a decode call takes;
 `send_buffer` and `receive_buffer`, bytes of the system's buffers; `options`, those of
-`ServerOptions`; `counts`, false for a long run, in which what is counted would grow. The port is
-the first line of standard output. SIGUSR1 adds a line of JSON: what is held now, and what was
-counted; SIGUSR2 another: the lines of the log that are of admitted requests.
+`ServerOptions`. The port is the first line of standard output. SIGUSR1 adds a line of JSON: what is
+held now, and what was counted; SIGUSR2 another: the lines of the log that are of admitted requests.
 """
 
 import asyncio
@@ -78,9 +77,7 @@ class RequestLog(logging.Handler):
 
 
 def main(given: dict[str, Any]) -> int:
-    loaded, runner = mock_loaded(given.get("engine"), given.get("step_seconds", 0.0))
-    if not given.get("counts", True):
-        runner.calls = collections.deque(maxlen=100)
+    loaded, _ = mock_loaded(given.get("engine"), given.get("step_seconds", 0.0))
     listener = server.listen("127.0.0.1", 0)
     for name, option in (("send", socket.SO_SNDBUF), ("receive", socket.SO_RCVBUF)):
         if (size := given.get(f"{name}_buffer")) is not None:
@@ -94,8 +91,6 @@ def main(given: dict[str, Any]) -> int:
         logger.setLevel(logging.INFO)
 
     def on_start(app: App, stop: Any) -> None:
-        if not given.get("counts", True):
-            return
         counts = Counts(app)
         loop = asyncio.get_running_loop()
         for number, tell in (
