@@ -1,10 +1,7 @@
 """The instructions of TPU kernels, counted in the schedule that libtpu makes of them: no TPU runs.
 
-    python -m tests.compile.bundles v6e:2x2 decode int8 block_bytes=1048576
-
-compiles a kernel with the heads of Llama-3.1-8B and prints what a whole block of keys and values
-takes. A bundle is one instruction of several units, and takes a cycle at least: the time that it
-waits for memory is not counted. libtpu reads its flags when it is loaded, hence the child process.
+A bundle is one instruction of several units, and takes a cycle at least: the time that it waits for
+memory is not counted. libtpu reads its flags when it is loaded, hence the child process.
 """
 
 import functools
@@ -19,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from swiftkv_jax.pallas_kernels import decode_attention, prefill_attention, tpu
+from swiftkv_jax.pallas_kernels import decode_attention, prefill_attention
 from swiftkv_jax.plan.topology import ENVIRONMENT
 from tests.compile.compiled import lower_for
 
@@ -120,9 +117,9 @@ def decode_block(found: list[Segment]) -> Block:
     return Block(copies, copied, waited, bundles - attend, attend)
 
 
-def schedule(topology: str, kernel: str, cache_format: str, **tuning: int) -> str:
+def schedule(topology: str, kernel: str, cache_format: str) -> str:
     """The `final_bundles` of one kernel, compiled in a child process: see `compile_kernel`."""
-    call = f"compile_kernel({topology!r}, {kernel!r}, {cache_format!r}, **{tuning!r})"
+    call = f"compile_kernel({topology!r}, {kernel!r}, {cache_format!r})"
     command = [sys.executable, "-c", f"from tests.compile.bundles import *; {call}"]
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
@@ -136,20 +133,18 @@ def schedule(topology: str, kernel: str, cache_format: str, **tuning: int) -> st
         return file.read_text()
 
 
-def compile_kernel(topology: str, kernel: str, cache_format: str, **tuning: int):
-    """Compile `kernel`: "decode" of the engine's default shapes or "prefill" of a prompt, with the
-    tuning of the table or the one given."""
-    chosen = getattr(tpu, kernel).Tuning(**tuning) if tuning else None
+def compile_kernel(topology: str, kernel: str, cache_format: str):
+    """Compile `kernel`: "decode" of the engine's default shapes or "prefill" of a prompt."""
 
     def shape(*sizes, dtype: Any = jnp.bfloat16):
         return jax.ShapeDtypeStruct(sizes, dtype)
 
     if kernel == "prefill":
-        op = functools.partial(prefill_attention, implementation="tpu", tuning=chosen)
+        op = functools.partial(prefill_attention, implementation="tpu")
         kv = shape(1, K, PROMPT, H)
         lower_for(topology, op, shape(1, PROMPT, N, H), kv, kv).compile()
         return
-    op = functools.partial(decode_attention, implementation="tpu", tuning=chosen)
+    op = functools.partial(decode_attention, implementation="tpu")
     kv = shape(POOL, K, PAGE, H, dtype=jnp.dtype(cache_format))
     options = {"page_table": shape(ROWS, POSITIONS // PAGE, dtype=jnp.int32)}
     if cache_format != "bfloat16":
@@ -160,10 +155,3 @@ def compile_kernel(topology: str, kernel: str, cache_format: str, **tuning: int)
         lambda q, k, v, length, options: op(q, k, v, length, **options),
         *(shape(ROWS, 1, N, H), kv, kv, shape(ROWS, dtype=jnp.int32), options),
     ).compile()
-
-
-if __name__ == "__main__":
-    topology, kernel, cache_format, *pairs = sys.argv[1:]
-    values = {name: int(value) for name, value in (pair.split("=") for pair in pairs)}
-    found = segments(schedule(topology, kernel, cache_format, **values))
-    print(decode_block(found) if kernel == "decode" else largest(found))
