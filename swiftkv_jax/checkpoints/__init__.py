@@ -4,7 +4,7 @@
 
 Reading and writing go leaf by leaf (`source`), names are strict (`tensor_map`, from the table in
 `params`), every weight has a digest (`digest`), and a directory appears complete or not at all
-(`io.files`).
+(`process.files`).
 """
 
 from __future__ import annotations

@@ -72,12 +72,12 @@ def refuse_x64() -> None:
         raise UsageError("JAX_ENABLE_X64 in the environment: training has no 64-bit programs")
 
 
-def set_gpu_memory_fraction(fraction: float = GPU_MEMORY_FRACTION) -> None:
-    """Let JAX take `fraction` of each GPU's memory, not three quarters, unless the environment says
-    how much."""
+def set_gpu_memory_fraction() -> None:
+    """Let JAX take `GPU_MEMORY_FRACTION` of each GPU's memory, not three quarters, unless the
+    environment says how much."""
     names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
     if not any(os.environ.get(name) for name in names):
-        os.environ["XLA_CLIENT_MEM_FRACTION"] = str(fraction)
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = str(GPU_MEMORY_FRACTION)
 
 
 def enable_compilation_cache(folder: str | os.PathLike[str]) -> None:

@@ -33,15 +33,15 @@ over them (ArcticTraining `projects/swiftkv/train.py`), `leader` those of the fi
 both are the layer's own."""
 
 
-def init_swiftkv(config: Config, llama: Llama, dtype=None, *, start: Start = "authors") -> SwiftKV:
+def init_swiftkv(config: Config, llama: Llama, *, start: Start = "authors") -> SwiftKV:
     """A delta copied from the teacher; `calibration` fits a better one to data.
 
     The norm is that of the first layer that is projected for, queries and their norms are the
     teacher's, keys, their norms and values as `start` says, in float32; layers take the shared
     values as they are. Taps and maps are zero; neurons beside maps are the MLP's first ones, with
     zeros for what they add.
-    Every leaf is a new buffer: nothing aliases the teacher, so the delta can be donated. `dtype`
-    None keeps the teacher's. Raises `ValueError` if the teacher's upper projections were dropped.
+    Every leaf is a new buffer: nothing aliases the teacher, so the delta can be donated. Raises
+    `ValueError` if the teacher's upper projections were dropped.
     """
     upper = require_teacher(llama, "start a delta")
     if config.num_upper_layers == 0:
@@ -49,7 +49,7 @@ def init_swiftkv(config: Config, llama: Llama, dtype=None, *, start: Start = "au
             f"num_key_value_layers={config.num_key_value_layers} leaves no upper layer, so there "
             f"is no delta"
         )
-    dtype = dtype or llama.embed.dtype
+    dtype = llama.embed.dtype
 
     def copy(leaf):
         return jax.tree.map(lambda array: jnp.array(array, dtype, copy=True), leaf)

@@ -116,8 +116,8 @@ def expert(dims: str, tensor: str) -> Param:
     return matrix(dims, f"mlp.experts.{EXPERT}.{tensor}.weight", split="E", when=mixture)
 
 
-def bias(dims: str, tensor: str, *, split: str, when=lambda config: config.qkv_bias) -> Param:
-    return Param(dims, tensor, init="zeros", split=split, when=when)
+def bias(dims: str, tensor: str, *, split: str) -> Param:
+    return Param(dims, tensor, init="zeros", split=split, when=lambda config: config.qkv_bias)
 
 
 def head_norm(dims: str, tensor: str) -> Param:

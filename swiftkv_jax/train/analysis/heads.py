@@ -62,12 +62,12 @@ class LayerHeads:
 
 
 def head_scores(
-    config: Config, llama: Llama, attention: Attention, *, rows: int = ROWS, seed: int = 0
+    config: Config, llama: Llama, attention: Attention, *, rows: int = ROWS
 ) -> list[LayerHeads]:
     """The scores of every layer; `llama` has all its layers in the lower stack. `rows` must suit
     the mesh of `attention`."""
     period = min(PERIOD, config.max_position_embeddings // 2)
-    tokens = jax.random.randint(jax.random.key(seed), (rows, period), 0, config.vocab_size)
+    tokens = jax.random.randint(jax.random.key(0), (rows, period), 0, config.vocab_size)
     previous, induction = jax.device_get(
         _scores(config, attention, llama, jnp.concatenate([tokens, tokens], 1))
     )

@@ -37,8 +37,8 @@ def reader_for(file: Path) -> Callable[[Path], Documents] | None:
     return next((read for suffixes, read in _READERS.items() if name.endswith(suffixes)), None)
 
 
-def known_suffixes(separator: str = " ") -> str:
-    return separator.join(suffix for suffixes in _READERS for suffix in suffixes)
+def known_suffixes() -> str:
+    return " ".join(suffix for suffixes in _READERS for suffix in suffixes)
 
 
 def read_text(file: Path) -> Documents:

@@ -129,6 +129,8 @@ def test_text_is_cut_where_its_tokens_say():
         np.testing.assert_array_equal(own, again)
         cuts.add(cut)
     assert len(cuts) > 10
+    one, _ = PackedRow(np.ones(1, np.int32), np.ones(1, bool), np.array([1])).own(0)
+    assert one.all(), "a document of one token has no place to cut"
 
 
 def test_joined_padding_continues_the_last_document():
