@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from swiftkv_jax.infer.engine.options import EngineOptions
 from swiftkv_jax.infer.engine.shapes import Shapes, has_own_start
-from swiftkv_jax.infer.runner.adapters import init_adapters
+from swiftkv_jax.infer.runner.adapters import adapter_places
 from swiftkv_jax.infer.runner.host_pages import LEAST_PAGES, MoveProgram
 from swiftkv_jax.infer.runner.kv_heads import with_kv_head_copies
 from swiftkv_jax.infer.runner.layout import Layout
@@ -81,8 +81,7 @@ def lower_program(
     layout = Layout(served, cache_dtype or dtype, mesh)
     if adapters:
         options = EngineOptions(enable_lora=True, max_loras=adapters)
-        places = jax.eval_shape(lambda: init_adapters(served, options, dtype, None))
-        places = jax.tree.map(lambda leaf: layout.array(leaf.shape, leaf.dtype), places)
+        places = adapter_places(layout, options, dtype)
         weights = dataclasses.replace(weights, adapters=places)
     # The products, too, are those of the devices: outside of a mesh they would be this machine's.
     described = jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if mesh else None

@@ -8,15 +8,14 @@ see them.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from ...errors import UsageError
@@ -27,10 +26,8 @@ from ...model.quantization import values_of
 from ..engine.model_runner_base import Adapter
 from ..engine.options import EngineOptions
 from .conversion import Conversion
+from .layout import Layout
 from .serving_form import Weights
-
-insert_adapter = functools.partial(jax.jit, donate_argnames="layers")(insert)
-"""The compiled program that puts an adapter into a place."""
 
 
 def check_adapters(
@@ -38,8 +35,8 @@ def check_adapters(
 ) -> None:
     """Raise `UsageError` for a model, `config`, that has no room for adapters as it is `served`."""
     reason = None
-    if mesh is not None and mesh.size > 1:
-        reason = "`enable_lora` runs on one device"
+    if mesh is not None and mesh.is_multi_process:
+        reason = "`enable_lora` runs in one process"
     elif config.shared_kv_heads is not None and served.num_upper_layers:
         reason = "`enable_lora` does not go with upper layers that mix shared values"
     if reason is not None:
@@ -59,18 +56,24 @@ def runs_upper_layers(served: Config) -> bool:
     return served.exact_head > 0 or served.prompt_attention_layers > 0
 
 
-def init_adapters(
-    served: Config, options: EngineOptions, dtype: Any, sharding: Sharding | None
-) -> tuple[LayerAdapters, ...]:
-    """Empty places for adapters, for each layer of the `served` config."""
-    zeros = functools.partial(jnp.zeros, dtype=dtype, device=sharding)
+def adapter_places(layout: Layout, options: EngineOptions, dtype: Any) -> tuple[LayerAdapters, ...]:
+    """The `ShapeDtypeStruct` of every array of the places for adapters, for each layer. On a mesh
+    outputs or inputs are split as those of the matrices are."""
+    served = layout.config
     count, rank = options.max_loras, options.max_lora_rank
-    D, F = served.embed_dim, served.mlp_dim
-    M, K = (heads * served.head_dim for heads in (served.num_heads, served.num_kv_heads))
+    head = served.head_dim
     first = {group[0] for group in served.kv_groups}
 
-    def terms(outputs: int, inputs: int) -> Terms:
-        return Terms(zeros((count, rank, inputs)), zeros((outputs, count, rank)))
+    def terms(outputs: _Axis, inputs: _Axis) -> Terms:
+        a, b = (count, rank, inputs.size), (outputs.size, count, rank)
+        of_a, of_b = layout.split(inputs.units, 2), layout.split(outputs.units, 0)
+        return Terms(
+            jax.ShapeDtypeStruct(a, dtype, sharding=of_a),
+            jax.ShapeDtypeStruct(b, dtype, sharding=of_b),
+        )
+
+    D, F = _Axis(served.embed_dim, 1), _Axis(served.mlp_dim, served.mlp_dim)
+    M, K = (_Axis(heads * head, heads) for heads in (served.num_heads, served.num_kv_heads))
 
     def layer(number: int) -> LayerAdapters:
         is_upper = number >= served.num_lower_layers
@@ -87,6 +90,27 @@ def init_adapters(
         return found
 
     return tuple(layer(number) for number in range(served.num_layers))
+
+
+class _Axis(NamedTuple):
+    size: int
+    units: int
+    """Parts that stay whole where it is split over devices: heads."""
+
+
+def init_adapters(layout: Layout, options: EngineOptions, dtype: Any) -> tuple[LayerAdapters, ...]:
+    """Empty places for adapters."""
+    return jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding),
+        adapter_places(layout, options, dtype),
+    )
+
+
+def insert_adapter(places: tuple[LayerAdapters, ...]) -> Any:
+    """The program, to be compiled, that puts an adapter into one of `places`, arrays or their
+    shapes with shardings."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, places)
+    return jax.jit(insert, donate_argnames="layers", out_shardings=shardings)
 
 
 def no_adapter(layers: tuple[LayerAdapters, ...]) -> tuple[LayerAdapters, ...]:
@@ -106,6 +130,7 @@ def read_adapter(convert: Conversion, path: Path, places: tuple[LayerAdapters, .
     from ...checkpoints.adapter_factors import read_factors
 
     config, served = convert.shapes.config, convert.served
+    copies = served.num_kv_heads // config.num_kv_heads  # on a mesh
     if not served.num_upper_layers:
         config = config.cut(config.num_layers)
     some = places[-1].o
@@ -117,7 +142,10 @@ def read_adapter(convert: Conversion, path: Path, places: tuple[LayerAdapters, .
     for layer, factors in zip(made, found, strict=True):
         for name, (a, b) in factors.items():
             if (terms := getattr(layer, name)) is not None:  # `own_q` may have no place
-                terms.a[: len(a)], terms.b[:, : len(b[0])] = a, b
+                if name in "kv":
+                    heads = b.reshape(config.num_kv_heads, -1, b.shape[1])
+                    b = heads.repeat(copies, axis=0).reshape(-1, b.shape[1])
+                terms.a[: len(a)], terms.b[:, : b.shape[1]] = a, b
     return Adapter(made, _prompt_digest(served, made))
 
 

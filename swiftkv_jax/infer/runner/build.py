@@ -122,7 +122,7 @@ def build_model_runner(
     speculator = _read_speculator(options.speculative, model)
     weights = convert(model, donate=donate)
     if options.enable_lora:
-        adapters = init_adapters(served, options, model.dtype, layout.replicated)
+        adapters = init_adapters(layout, options, model.dtype)
         weights = dataclasses.replace(weights, adapters=adapters)
     if speculator is not None:
         speculator = jax.device_put(speculator, layout.replicated)

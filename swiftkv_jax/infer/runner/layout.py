@@ -10,11 +10,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
 
 from ...model.attention import Attention
 from ...model.cache import KVCache, cache_shapes, cache_sharding, map_cache, row_sharding
 from ...model.config import Config
-from ...model.mesh import dp_size
+from ...model.mesh import MODEL, dp_size
 from ...model.sharding import replicated
 from ..engine.shapes import Shapes
 from .decode_state import DecodeBatch, DecodeState, empty_batch
@@ -45,6 +46,13 @@ class Layout:
     def replicated(self) -> Sharding | None:
         """Sharding of what the host reads or writes."""
         return self._on_mesh(replicated)
+
+    def split(self, units: int, axis: int) -> Sharding | None:
+        """Sharding of an array of which tensor parallelism splits an axis of so many `units`, where
+        it divides them."""
+        if self.mesh is None or units % self.mesh.shape[MODEL]:
+            return self.replicated
+        return NamedSharding(self.mesh, P(*[None] * axis, MODEL))
 
     def _on_mesh(self, sharding: Callable[[Mesh], Sharding]) -> Sharding | None:
         return self.device if self.mesh is None else sharding(self.mesh)

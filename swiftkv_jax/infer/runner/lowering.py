@@ -196,7 +196,7 @@ def lower_all(
         one = jax.tree.map(
             lambda leaf: layout.array(leaf.shape, leaf.dtype), no_adapter(weights.adapters)
         )
-        add("adapter", insert_adapter, weights.adapters, ints(), one)
+        add("adapter", insert_adapter(weights.adapters), weights.adapters, ints(), one)
     pages = ints(shapes.dp_size * COPY_PAGES)
     add("copy", copy_pages, served, pages, pages, state.cache, attention=attention)
     for program, function, operands in move_programs(layout, shapes):

@@ -3,6 +3,7 @@ upper layers share one prefix cache, and they come and go without a compilation.
 
 import dataclasses
 import gc
+import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.options import SpeculativeConfig
 from swiftkv_jax.infer.engine.requests import Request, ScoreRequest
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
+from swiftkv_jax.infer.runner.adapters import check_adapters
 from swiftkv_jax.infer.runner.build import build_model_runner
-from swiftkv_jax.model.mesh import make_mesh
 from tests import tiny
 from tests.checkpoints.test_adapters import adapter
 from tests.infer.engine.mock_requests import check_empty, drain
@@ -307,25 +308,17 @@ def test_what_an_engine_refuses(engine, base, folders, tmp_path):
     assert sorted(engine.adapters.names) == sorted(names)
 
 
-@pytest.mark.parametrize(
-    "fields, swiftkv, shape, text",
-    [
-        ({"lora_upper_only": True}, False, None, "for the upper layers of SwiftKV, and this mod"),
-        ({}, True, "1x2", "runs on one device; one adapter can be merged at load"),
-    ],
-)
-def test_what_is_refused_at_the_start(fields, swiftkv, shape, text):
-    mesh = None if shape is None else make_mesh(shape)
-    with pytest.raises(UsageError, match=text):
-        build_model_runner(model(), options(enable_lora=True, **fields), swiftkv=swiftkv, mesh=mesh)
-
-
-def test_students_that_are_refused():
+def test_what_is_refused_at_the_start():
+    upper_only = options(enable_lora=True, lora_upper_only=True)
+    with pytest.raises(UsageError, match="for the upper layers of SwiftKV, and this model runs"):
+        build_model_runner(model(), upper_only, swiftkv=False)
+    config = model().config
+    several: Any = types.SimpleNamespace(is_multi_process=True)
+    with pytest.raises(UsageError, match="one process; one adapter can be merged at load"):
+        check_adapters(config, config, upper_only, several)
     hf = tiny.hf_config(key_value_group_size=2, shared_kv_heads=[[1, 0]] * 4)
     with pytest.raises(UsageError, match="mix shared values"):
         build_model_runner(tiny.model_of(hf, tiny.tensors_for(hf)), options(enable_lora=True))
     config, llama, delta = model_of(1, 0, 1)
     with pytest.raises(UsageError, match="prompt attention layers: prompts run those; leave it"):
-        build_model_runner(
-            skv.Model(llama, delta, config), options(enable_lora=True, lora_upper_only=True)
-        )
+        build_model_runner(skv.Model(llama, delta, config), upper_only)

@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import swiftkv_jax as skv
 from swiftkv_jax.infer.engine.engine import Engine
 from swiftkv_jax.infer.engine.requests import Request
 from swiftkv_jax.infer.runner.model_runner import ModelRunner
+from swiftkv_jax.model.mesh import MODEL, dp_size, make_mesh
 from tests.checkpoints.test_adapters import adapter
 from tests.infer.engine import test_engine
 from tests.infer.engine.own_kv_engines import greedy, run
@@ -34,12 +36,15 @@ class Case(NamedTuple):
     """True for prompt attention layers with neurons, taps and an exact head."""
     swiftkv: bool = True
     upper_only: bool = False
+    mesh: str | None = None
 
 
 CASES = {
     "own, groups, a tail": Case(group=2, tail=TAIL),
     "boundary, extended": Case(own=False, extended=True),
+    "boundary, copies of heads": Case(own=False, mesh="1x4"),
     "own, upper only": Case(upper_only=True),
+    "own, a tail, groups, rows too": Case(group=2, tail=TAIL, mesh="2x2"),
     "own, a tail, extended": Case(tail=TAIL, extended=True),
     "a teacher": Case(swiftkv=False, own=False),
 }
@@ -108,20 +113,23 @@ class Oracle:
         np.testing.assert_allclose(found[1], expected, atol=1e-4)
 
 
-@pytest.mark.short("own, groups, a tail", "boundary, extended")
+@pytest.mark.short("own, groups, a tail", "boundary, extended", "boundary, copies of heads")
 @pytest.mark.parametrize("name", CASES)
 def test_answers_and_pages(name, tmp_path):
     case = CASES[name]
     base = student(case)
     paths = adapters_of(case, base, tmp_path)
+    mesh = None if case.mesh is None else make_mesh(case.mesh)
     options = test_engine.small(
         max_model_len=LENGTH,
+        max_num_seqs=4 * dp_size(mesh),
         enable_lora=True,
         max_loras=2,
         max_lora_rank=2,
         lora_upper_only=case.upper_only,
     )
-    engine: Engine[ModelRunner] = Engine.from_model(base, options, swiftkv=case.swiftkv)
+    engine: Engine[ModelRunner]
+    engine = Engine.from_model(base, options, swiftkv=case.swiftkv, mesh=mesh)
     for one, path in paths.items():
         engine.adapters.load(one, path)
     oracle = Oracle(case, base, tmp_path, paths)
@@ -142,3 +150,7 @@ def test_answers_and_pages(name, tmp_path):
     if "whole" in paths:
         assert [hits("whole"), hits("whole")] == [0, cached]
     assert engine.stats.compilations == 0
+    if mesh is not None:  # as the weights are
+        q, o = (getattr(engine.model_runner.weights.adapters[0], name) for name in "qo")
+        assert [q.a.sharding.spec, q.b.sharding.spec] == [P(), P(MODEL)]
+        assert [o.a.sharding.spec, o.b.sharding.spec] == [P(None, None, MODEL), P()]
