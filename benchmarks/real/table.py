@@ -24,25 +24,24 @@ _COLUMNS = (
     "agreement",
     "far",
     "far KL",
+    "asked",
     *(task.name for task in documents.TASKS),
     "HumanEval",
 )
 _TITLES = {"english": "English", "code": "code"}
 
-_ON_THE_PAGE = range(13 + 1)
-"""Columns of the page of measurements: all that every cell has."""
-_OF_TASKS = *range(4), *range(11, 11 + len(documents.TASKS))
-"""Columns of the table of tasks over several documents."""
+_ON_THE_PAGE = _COLUMNS.index("HumanEval")
+"""Number of columns on the page of measurements: all that every cell has."""
 
 LEGEND = (
     f"`prefill` is the share of the teacher's operations for a prompt of 2,048 tokens. `English` "
     f"and `code` are the perplexity above the teacher's after a prompt of {PROMPT}, in rows of "
     f"{LENGTH} tokens of held-out packages; `far` the nats lost on far tokens of both, and `far "
     f"KL` the divergence there. The last columns are points of questions answered right in every "
-    f"token, student minus teacher: `recall` of values in a register, `questions` about people, "
-    f"and `identifiers` to complete, over documents of 512 to 4,096 tokens. ± is one standard "
-    f"error of the paired difference; those of the tasks take questions about one document for "
-    f"independent. "
+    f"token, student minus teacher, of so many as were `asked`: `recall` of values in a register, "
+    f"`questions` about people, and `identifiers` to complete, over documents of 512 to 4,096 "
+    f"tokens. ± is one standard error of the paired difference; of 44 questions, about one "
+    f"document of each length, it takes those about the same document for independent. "
     f"`own`, 64: answers and the prompt's last 64 tokens keep their own keys and values. "
     f"`restated` is the share of the rows whose answers [repeat parts of their prompts]"
     f"(training.md#data)."
@@ -74,32 +73,19 @@ def section(found: Sequence[dict[str, Any]]) -> str:
 
 def _parts(found: Sequence[dict[str, Any]]) -> Iterator[str]:
     """What the page says of one model."""
-    one = [document for document in found if document["settings"]["documents"] <= 1]
-    several = [document for document in found if document["settings"]["documents"] > 1]
-    yield _describe(one)
-    yield _short_table(one, _ON_THE_PAGE)
-    yield from _notes(one)
-    yield from _human_eval(one)
-    if several:
-        yield _describe_tasks(several)
-        yield _short_table(several, _OF_TASKS)
+    yield _describe(found)
+    yield _short_table(found)
+    yield from _notes(found)
+    yield from _human_eval(found)
 
 
-def _describe_tasks(found: Sequence[dict[str, Any]]) -> str:
-    settings = found[-1]["settings"]
-    return (
-        f"Tasks over {settings['documents']} documents of each length, of which the teacher "
-        f"answers {_of_teacher(found[-1]['cells'][0])}; ± is over documents."
-    )
-
-
-def _short_table(found: Sequence[dict[str, Any]], columns: Sequence[int]) -> str:
-    """All cells, without the nats that they lose on answers."""
+def _short_table(found: Sequence[dict[str, Any]]) -> str:
+    """All cells, without the nats that they lose on answers, and what not every cell has."""
     lines = [
-        [line[column].partition(", +")[0].partition(", -")[0] for column in columns]
+        [text.partition(", +")[0].partition(", -")[0] for text in line[:_ON_THE_PAGE]]
         for line in _lines(found)
     ]
-    return markdown.table([_COLUMNS[column] for column in columns], lines)
+    return markdown.table(_COLUMNS[:_ON_THE_PAGE], lines)
 
 
 _INTRODUCTION = (
@@ -118,15 +104,19 @@ def _describe(found: Sequence[dict[str, Any]]) -> str:
         f"{text['teacher_perplexity']:.2f} on {text['tokens']:,} tokens of {_TITLES[kind]}"
         for kind, text in cell["texts"].items()
     )
-    answers = ""
-    if cell["tasks"]:
-        answers = f" It answers {_of_teacher(cell)}."
+    asked = {_asked(cell): cell for each in found for cell in each["cells"] if cell["tasks"]}
+    answers = "".join(f" It answers {_of_teacher(cell)}." for _, cell in sorted(asked.items()))
     return (
         f"**{model['name']}** ({model['layers']} layers, {model['parameters'] / 1e6:.0f}M "
         f"parameters), closed form fitted to {settings['calibration_tokens']:,} tokens. The "
         f"teacher's perplexity is {texts}; {cell['far']['tokens']:,} are far tokens."
         f"{answers}"
     )
+
+
+def _asked(cell: Cell) -> str:
+    """The number of questions of a task."""
+    return str(max((task["questions"] for task in cell["tasks"].values()), default=""))
 
 
 def _of_teacher(cell: Cell) -> str:
@@ -173,7 +163,9 @@ def _trained_on(cell: Cell) -> str:
 
 
 def _lines(found: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
-    cells = [cell for document in found for cell in document["cells"]]
+    """A line for each cell: where it was measured twice, with more documents or later."""
+    by_documents = sorted(found, key=lambda document: document["settings"]["documents"])
+    cells = [cell for document in by_documents for cell in document["cells"]]
     newest = {_order(cell): cell for cell in cells}
     for _, cell in sorted(newest.items()):
         yield _line(cell, found[-1]["model"]["layers"])
@@ -210,6 +202,7 @@ def _line(cell: Cell, layers: int) -> tuple[str, ...]:
         f"{agreement:.1%}",
         _far(cell),
         f"{cell['far']['kl']['value']:.3f}" if cell["far"]["tokens"] else "",
+        _asked(cell),
         *(_answers(cell["tasks"].get(task.name)) for task in documents.TASKS),
         _points(cell.get("human_eval")),
     )
