@@ -212,9 +212,6 @@ class ServerOptions:
         parse=token_count,
         group="limits of requests",
     )
-    max_tokens_limit: int | None = option(
-        None, "largest max_tokens accepted", metavar="N", parse=token_count
-    )
     unknown_fields: Literal["refuse", "ignore"] = option(
         "refuse", "what to do with fields that the API does not have (default: %(default)s)"
     )

@@ -78,6 +78,18 @@ def test_keys_do_not_share_prefixes(guarded):
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+def test_options_that_share_among_keys(start):
+    keys = {"one": KEY, "two": "another-key"}
+    shared = {"metrics_public": True, "share_prefix_cache": True, "default_max_tokens": 3}
+    running = start(api_keys=keys, **shared)
+    assert [running.request("GET", path)[0] for path in ("/metrics", "/load")] == [200, 401]
+    body = {"messages": [{"role": "user", "content": "secret " * 10}]}
+    running.post("/v1/chat/completions", body, x_api_key=KEY)
+    _, answer = running.post("/v1/chat/completions", body, x_api_key="another-key")
+    assert answer["usage"]["completion_tokens"] == 3
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
 def test_where_keys_come_from(tmp_path, monkeypatch):
     file = tmp_path / "keys"
     file.write_text("# a comment\n\nalice: key-of-alice\nbob:key:of:bob\n")

@@ -59,14 +59,13 @@ def num_pages(cells: Sequence[Cell], rows: int, page_size: int) -> int:
     return max(min(rows, cell.prompts) * math.ceil(cell.length / page_size) for cell in cells)
 
 
-def arrival_times(count: int, rate: float, seed: int, *, burstiness: float = 1.0) -> list[float]:
-    """Times of `count` requests in seconds, ascending; `rate` a second on average, infinite is all
-    at once. Their distances have a gamma distribution of shape `burstiness`; 1 is a Poisson
-    process."""
+def arrival_times(count: int, rate: float, seed: int) -> list[float]:
+    """Times of `count` requests of a Poisson process in seconds, ascending; `rate` a second on
+    average, infinite is all at once."""
     import numpy as np  # the arguments of the command are parsed without it
 
     rng = np.random.default_rng([seed, 1])
-    return np.cumsum(rng.gamma(burstiness, 1 / (rate * burstiness), count)).tolist()
+    return np.cumsum(rng.gamma(1.0, 1 / rate, count)).tolist()
 
 
 @dataclasses.dataclass

@@ -10,7 +10,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,8 @@ MAX_CPU_SHARE = 0.6
 def main(args: argparse.Namespace) -> int:
     options = ServeBenchOptions(**given(ServeBenchOptions, args))
     check_absent("`output`", options.output)
-    for name in ("request_rate", "burstiness"):
-        if not getattr(options, name) > 0:
-            raise UsageError(f"`{name}`={getattr(options, name)} must be above 0")
+    if not options.request_rate > 0:
+        raise UsageError(f"`request_rate`={options.request_rate} must be above 0")
     if options.prefix_len >= options.input_len:
         raise UsageError(f"`prefix_len`={options.prefix_len} must be below `input_len`")
     if options.dataset is None:
@@ -45,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
     prompts = list(itertools.islice(itertools.cycle(prompts), options.num_prompts))
     result = asyncio.run(measure(options, prompts))
     timed: list[Timed] = result.pop("timed")
-    result |= summary(timed, result["seconds"], options.goodput)
+    result |= summary(timed, result["seconds"])
     print(table(result))
     if options.output is not None:
         write_json(options.output, _document(options, result, timed))
@@ -114,9 +113,7 @@ async def measure(options: ServeBenchOptions, prompts: Sequence[Any]) -> dict[st
         async with gate:
             return await client.complete(body | {"prompt": prompt})
 
-    arrivals = arrival_times(
-        len(prompts), options.request_rate, options.seed, burstiness=options.burstiness
-    )
+    arrivals = arrival_times(len(prompts), options.request_rate, options.seed)
     begin = time.perf_counter()
     cpu = time.thread_time()
     tasks = []
@@ -130,8 +127,8 @@ async def measure(options: ServeBenchOptions, prompts: Sequence[Any]) -> dict[st
     return {"model": model, "timed": timed, "seconds": seconds, "client_cpu_share": cpu / seconds}
 
 
-def summary(timed: Sequence[Timed], seconds: float, limits: Mapping[str, float]) -> dict[str, Any]:
-    """Rates and times of a run; `limits` in seconds are those of the goodput."""
+def summary(timed: Sequence[Timed], seconds: float) -> dict[str, Any]:
+    """Rates and times of a run."""
     good = [one for one in timed if one.error is None]
     result: dict[str, Any] = {
         "completed": len(good),
@@ -143,13 +140,6 @@ def summary(timed: Sequence[Timed], seconds: float, limits: Mapping[str, float])
     result["requests_per_s"] = len(good) / seconds
     result["output_tokens_per_s"] = result["output_tokens"] / seconds
     result["tokens_per_s"] = (result["output_tokens"] + result["prompt_tokens"]) / seconds
-    if limits:
-        within = [
-            one
-            for one in good
-            if all((getattr(one, name) or 0) <= limit for name, limit in limits.items())
-        ]
-        result["goodput_requests_per_s"] = len(within) / seconds
     return result | {name: spread(values) for name, values in times_of(good).items() if values}
 
 
@@ -162,8 +152,6 @@ def table(result: dict[str, Any]) -> str:
         f"{result['client_cpu_share']:.0%} of a core",
         *(f"failed: {error}" for error in result["errors"]),
     ]
-    if "goodput_requests_per_s" in result:
-        lines.append(f"goodput: {result['goodput_requests_per_s']:.2f} requests/s")
     lines += ["", "| ms | mean | p50 | p90 | p99 |", "| --- | ---: | ---: | ---: | ---: |"]
     for name in TIMES:
         if name in result:

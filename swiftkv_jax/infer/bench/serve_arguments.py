@@ -24,21 +24,6 @@ from ...cli.fields import add_flags, option
 from ...errors import UsageError
 
 _DEFAULT = "(default: %(default)s)"
-_GOODPUT = ("ttft", "tpot", "e2e")
-
-
-def parse_goodput(text: str) -> dict[str, float]:
-    """`"ttft:500,tpot:50"`, in milliseconds -> {"ttft": 0.5, "tpot": 0.05}. Raises `UsageError`."""
-    limits = {}
-    for part in text.split(","):
-        name, _, milliseconds = part.partition(":")
-        try:
-            limits[name] = float(milliseconds) / 1e3
-        except ValueError:
-            name = ""
-        if name not in _GOODPUT:
-            raise UsageError(f"`goodput`={part!r} is not like ttft:500, tpot:50 or e2e:10000")
-    return limits
 
 
 def parse_fields(text: str) -> dict[str, Any]:
@@ -71,19 +56,10 @@ class ServeBenchOptions:
     vocab_size: int = option(1000, f"random ids are below this {_DEFAULT}", metavar="N", at_least=1)
     num_prompts: int = option(100, _DEFAULT, metavar="N", at_least=1)
     request_rate: float = option(math.inf, "requests a second (default: all at once)", metavar="R")
-    burstiness: float = option(
-        1.0,
-        "shape of the gamma distribution of their distances: 1 is Poisson, more is more even "
-        f"{_DEFAULT}",
-        metavar="B",
-    )
     max_concurrency: int | None = option(
         None, "requests that run (default: all)", metavar="N", at_least=1
     )
     num_warmups: int = option(1, f"first, untimed {_DEFAULT}", metavar="N", at_least=0)
-    goodput: dict = option(
-        {}, "share within ttft:MS, tpot:MS, e2e:MS", metavar="NAME:MS,...", convert=parse_goodput
-    )
     extra_body: dict = option({}, "more fields of a body", metavar="JSON", convert=parse_fields)
     ignore_eos: bool = option(True, "let answers end by themselves", names=("--no-ignore-eos",))
     seed: int = option(0, f"of prompts and arrivals {_DEFAULT}")

@@ -116,11 +116,10 @@ def sampling_params(
     max_tokens = "max_tokens"
     too_long = "prompt"
     room = max_model_len - prompt_tokens
-    limit = options.max_tokens_limit
     if isinstance(body, ChatBody):
         tokens = _chat_max_tokens(body)
         if tokens is None:
-            tokens = min(room, options.default_max_tokens or room, limit or room)
+            tokens = min(room, options.default_max_tokens or room)
             if (logprobs := _logprobs(body)) is not None:
                 entries = (body.n or 1) * max(logprobs + 1, 1)
                 tokens = min(tokens, MAX_LOGPROB_ENTRIES // entries)
@@ -131,12 +130,9 @@ def sampling_params(
     else:
         tokens = body.max_tokens
         if tokens is None:
-            tokens = min(COMPLETION_MAX_TOKENS, limit or COMPLETION_MAX_TOKENS, max(room, 1))
+            tokens = min(COMPLETION_MAX_TOKENS, max(room, 1))
         if tokens == 0 and not body.echo:
             raise invalid("max_tokens", "`max_tokens`=0 needs `echo`")
-    if limit is not None and tokens > limit:
-        message = f"`{max_tokens}`={tokens} is above the server's limit of {limit}"
-        raise invalid(max_tokens, message)
     if prompt_tokens + tokens > max_model_len:
         raise PromptTooLong(
             max_tokens if room > 0 else too_long,

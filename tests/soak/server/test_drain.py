@@ -100,7 +100,7 @@ def test_idle_connections_hold_nothing_up(start_mock, soak):
             for _ in range(50):
                 content = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
                 reader, _ = await stack.enter_async_context(connected(running.port, content))
-                await reader.readuntil(b'"ok"}')
+                await reader.readuntil(b'"ready"}}')
             running.process.send_signal(signal.SIGTERM)
             begun = time.monotonic()
             assert await asyncio.to_thread(running.process.wait, 30) == 0
