@@ -113,9 +113,9 @@ def model_configs(config: Config, implementation: str) -> list[KernelConfig]:
     return [*serving, *training_configs(config, dtype), *fp8]
 
 
-def training_configs(config: Config, dtype: Any) -> list[KernelConfig]:
+def training_configs(config: Config, dtype: Any, mesh: Mesh | None = None) -> list[KernelConfig]:
     """Return the configurations that distillation on packed rows needs."""
-    return _packed_rows(("prefill", "gradient"), config, dtype, None)
+    return _packed_rows(("prefill", "gradient"), config, dtype, mesh)
 
 
 def forward_configs(config: Config, dtype: Any, mesh: Mesh | None = None) -> list[KernelConfig]:
