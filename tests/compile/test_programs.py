@@ -42,6 +42,7 @@ MACHINES = {  # model, topology, mesh, memory of a device in GiB (the vendors' f
     "70B on 4 v5p": (LLAMA_70B, "v5p:2x2x1", (1, 4), 95),
 }
 SLOTS, CHUNK = 16, 2048
+PREFILL, DECODE = PrefillProgram(CHUNK, CHUNK // 128 + 16, None), DecodeProgram(SLOTS)
 SHAPE: dict[str, Any] = {"batch": SLOTS, "max_model_len": 4096}
 
 
@@ -84,15 +85,21 @@ def test_decode(name):
 
 
 @pytest.mark.parametrize("name", ["8B on an H200", "8B on a v6e"])
-def test_decode_with_adapters(name):
-    """Four of rank 16 beside the model: no array of a size near that of a weight is made of
-    them."""
+def test_adapters(name):
+    """Four of rank 16 beside eight layers of the model: no array of a size near that of a weight is
+    made of them in decoding, and in prefill no more than the activations of a layer."""
     config, topology, mesh, _ = MACHINES[name]
-    lowered = lower_program(
-        config, DecodeProgram(SLOTS), **SHAPE, adapters=4, mesh=topology_mesh(topology, mesh)
-    )
-    memory = check(name, lowered, config, True, kernels_on_gpu=2)
-    assert memory.temp_size_in_bytes <= 64 * MIB
+    config = dataclasses.replace(config, num_layers=8, num_key_value_layers=4)
+    mesh = topology_mesh(topology, mesh)
+    temporaries = {}
+    for program, adapters in ((DECODE, 4), (PREFILL, 4), (PREFILL, 0)):
+        lowered = lower_program(config, program, **SHAPE, adapters=adapters, mesh=mesh)
+        kernels = 2 if program is DECODE else 1
+        memory = check(name, lowered, config, True, kernels_on_gpu=kernels)
+        temporaries[program, adapters] = memory.temp_size_in_bytes
+    assert temporaries[DECODE, 4] <= 64 * MIB
+    activations = 2 * CHUNK * config.mlp_dim * 2
+    assert temporaries[PREFILL, 4] <= temporaries[PREFILL, 0] + 2 * activations
 
 
 @pytest.mark.parametrize("name", ["8B on an H200", "70B on 8 H200", "8B on a v6e", "70B on 4 v5p"])
@@ -162,7 +169,6 @@ def test_two_caches(name, tail):
     assert memory.temp_size_in_bytes <= bound * MIB
 
 
-PREFILL, DECODE = PrefillProgram(CHUNK, CHUNK // 128 + 16, None), DecodeProgram(SLOTS)
 TAIL = UpperProgram(CHUNK, 64, None, scores=False)
 
 

@@ -20,6 +20,7 @@ from swiftkv_jax.infer.engine.requests import Request, ScoreRequest
 from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.infer.runner.adapters import check_adapters
 from swiftkv_jax.infer.runner.build import build_model_runner
+from swiftkv_jax.infer.runner.serving_form import num_bytes
 from tests import tiny
 from tests.checkpoints.test_adapters import adapter
 from tests.infer.engine.mock_requests import check_empty, drain
@@ -160,11 +161,14 @@ def test_prompts_in_one_chunk(engine, oracle):
 
 
 def test_rows_of_the_model_are_those_of_an_engine_without_adapters(engine):
-    """To the bit."""
+    """To the bit. The places for adapters are in the memory plan."""
     plain = engine_with(scoring=False)
     requests = [ask("", DOCUMENT[at : at + 20], temperature=at % 2, seed=1) for at in range(5)]
     others = [ask(name, DOCUMENT[:9]) for name in LOWER]
     assert run(engine, [*requests, *others])[:5] == run(plain, requests)
+    places = num_bytes(engine.model_runner.weights.adapters)
+    plans = [one.model_runner.plan.weights for one in (engine, plain)]
+    assert plans[0] - plans[1] == places > 0
 
 
 def test_pages_are_found_by_the_bytes_of_an_adapter(engine, folders):
