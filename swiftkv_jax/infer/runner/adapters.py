@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -146,23 +147,23 @@ def read_adapter(convert: Conversion, path: Path, places: tuple[LayerAdapters, .
                     heads = b.reshape(config.num_kv_heads, -1, b.shape[1])
                     b = heads.repeat(copies, axis=0).reshape(-1, b.shape[1])
                 terms.a[: len(a)], terms.b[:, : b.shape[1]] = a, b
-    return Adapter(made, _prompt_digest(served, made))
+    return Adapter(made, _prompt_digest(served, found))
 
 
-def _prompt_digest(served: Config, adapter: tuple[LayerAdapters, ...]) -> bytes:
-    """`Adapter.prompt_digest`."""
+def _prompt_digest(
+    served: Config, layers: Sequence[Mapping[str, tuple[np.ndarray, np.ndarray]]]
+) -> bytes:
+    """`Adapter.prompt_digest` of the factors of each layer."""
     every = range(served.num_layers if runs_upper_layers(served) else served.num_lower_layers)
-    seen = [
-        layer if number in every else LayerAdapters(k=layer.k, v=layer.v)
-        for number, layer in enumerate(adapter)
-    ]
-    leaves = jax.tree.leaves(seen)
-    if not any(leaf.any() for leaf in leaves):
-        return b""
-    digest = hashlib.blake2b(digest_size=32)
-    for leaf in leaves:
-        digest.update(leaf.view(np.uint8))
-    return digest.digest()
+    digest, is_seen = hashlib.blake2b(digest_size=32), False
+    for number, factors in enumerate(layers):
+        for name, (a, b) in factors.items():
+            if (number in every or name in "kv") and b.any():
+                is_seen = True
+                digest.update(repr((number, name, a.shape, b.shape)).encode())
+                digest.update(a.tobytes())
+                digest.update(b.tobytes())
+    return digest.digest() if is_seen else b""
 
 
 def with_adapters(config: Config, weights: Weights, adapter: Int[Array, "A _"] | None) -> Weights:
