@@ -21,6 +21,7 @@ RECIPE = {
     "num_key_value_layers": None,
     "temperature": 2.0,
     "kl": "jsd",
+    "kl_top_k": None,
     "mfu_of": "an abacus",
     "config": {"num_key_value_layers": 16},
 }
@@ -148,23 +149,6 @@ def test_a_run_that_goes_on(count, tmp_path):
 def test_a_mean_over_few_far_tokens_is_not_shown():
     row = evaluation(0, 12.0) | {"eval_far_tokens": 15}
     assert ("far tokens, nats lost", "(15 tokens, too few to say)") in report.outcomes([row])[1]
-
-
-def test_evaluations_on_other_rows_show_what_both_have():
-    first, last = evaluation(0, 12.0), evaluation(40, 10.5)
-    del last["eval_far_tokens"]
-    labels = [row[0] for row in report.outcomes([first, last])[1]]
-    assert "perplexity, student" in labels and not any("far" in label for label in labels)
-
-
-def test_a_run_from_before_kl_was_recorded_shows_none(tmp_path):
-    """Its `logits_loss` is another quantity, and keeps its name."""
-    rows = [
-        {name: value for name, value in row.items() if name not in ("kl", "eval_kl")}
-        for row in FINISHED
-    ]
-    text = page(tmp_path, rows)
-    assert ["distillation loss", "0.2", "0.2"] in cells(text) and "KL" not in text
 
 
 def test_a_run_without_held_out_data_or_speeds(tmp_path):

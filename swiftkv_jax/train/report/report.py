@@ -23,7 +23,7 @@ from ...process.files import write_atomic
 from ...process.json_files import read_json
 from ...process.plotting import matplotlib_missing
 from ..loss.divergence import describe
-from ..run.metrics import EVAL_FAR_TOKENS, METRICS, loss_of, read_metrics
+from ..run.metrics import METRICS, loss_of, read_metrics
 from .plots import draw_run
 
 logger = logging.getLogger(__name__)
@@ -114,9 +114,8 @@ def render(name: str, recipe: dict[str, Any], rows: Sequence[dict[str, Any]]) ->
     evaluations = [row for row in rows if "eval_student_perplexity" in row]
     resolved = recipe | recipe["config"]  # the cut that was taken where the recipe left it open
     settings = [(key, _text(resolved[key])) for key in _SETTINGS if resolved.get(key) is not None]
-    if {"kl", "temperature"} <= recipe.keys():
-        loss = describe(recipe["kl"], recipe["temperature"], recipe.get("kl_top_k"))
-        settings.append(("distillation loss", loss))
+    loss = describe(recipe["kl"], recipe["temperature"], recipe["kl_top_k"])
+    settings.append(("distillation loss", loss))
     return _PAGE.format(
         title=html.escape(f"Distillation run {name}"),
         summary=html.escape(summary(recipe, rows)),
@@ -157,15 +156,13 @@ def outcomes(evaluations: Sequence[dict[str, Any]]) -> tuple[Sequence[str], list
     """Held-out numbers of the first and of the last evaluation: (heading, rows)."""
     chosen = evaluations[:1] if len(evaluations) == 1 else [evaluations[0], evaluations[-1]]
     heading = ("held-out", *(_moment(row["step"]) for row in chosen))
-    found = {
-        key: outcome for key, outcome in _OUTCOMES.items() if all(key in row for row in chosen)
-    }
     rows = [
-        (label, *(form.format(row[key]) for row in chosen)) for key, (label, form) in found.items()
+        (label, *(form.format(row[key]) for row in chosen))
+        for key, (label, form) in _OUTCOMES.items()
     ]
-    if all(EVAL_FAR_TOKENS in row for row in chosen):
-        rows.append(("far tokens, nats lost", *(str(loss_of(row).far) for row in chosen)))
-    excess = (f"{loss_of(row).perplexity.share:+.2%}" for row in chosen)
+    losses = [loss_of(row) for row in chosen]
+    rows.append(("far tokens, nats lost", *(str(lost.far) for lost in losses)))
+    excess = (f"{lost.perplexity.share:+.2%}" for lost in losses)
     return heading, [*rows, ("student's perplexity above the teacher's", *excess)]
 
 
