@@ -5,6 +5,8 @@ python -m benchmarks.NAME, where NAME is
     kernels              the attention ops: correctness, speed against cuDNN and the roofline
     kernels.tune         the best block sizes for this device, into `pallas_kernels/tuning.json`
     serve                the engine at Llama-3.1-8B shape: prefill, decode, throughput, both models
+    http_load            latency under load, through HTTP
+    drafts_and_tiers     steps of several tokens, and pages of the cache in host memory
     train_step           the distillation step: speed, MFU, and memory against the plan
     beside_transformers  the servers of SwiftKV and its teacher beside `transformers serve`
     real                 students of models that people use: text, tasks that read the prompt
