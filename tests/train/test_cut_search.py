@@ -21,7 +21,8 @@ def fits(k: int, r2: dict[int, float]) -> list[LayerFit]:
 
 class Made:
     """A sweep of a model whose losses fall by half with each layer. A tap is worth 1.4 layers, each
-    prompt layer half of one, an exact head 0.3; keys dip below K = 17."""
+    prompt layer half of one, an exact head 0.3; groups and `boundary` cost two layers each. Keys
+    dip below K = 17."""
 
     config = SimpleNamespace(num_layers=LAYERS)
     init = "closed-form"
@@ -55,13 +56,14 @@ class Made:
         assert cut_.head or not (cut_.layers or cut_.taps)
         self.asked.append((cut_.k, cut_.layers, cut_.taps, cut_.head)[: 3 + cut_.head])
         lost = 0.02 * 2 ** (20.5 - cut_.k - 0.3 * cut_.head - 1.4 * cut_.taps - 0.5 * cut_.layers)
+        lost *= 4 ** ((cut_.g > 1) + (cut_.generated == "boundary"))
         return cut(
             cut_.k,
             self.cost(cut_),
             lost,
             lost,
+            key_value_group_size=cut_.g,
             prompt_attention_layers=cut_.layers,
-            prompt_mlp_neurons=0,
             boundary_taps=cut_.taps,
             exact_head=cut_.head,
             generated_kv=cut_.generated,
@@ -116,8 +118,12 @@ def test_no_more_prompt_layers_than_the_cut_allows(above, made):
 
 
 def test_groups_are_measured_for_boundary_alone(made):
-    search(made, [(22, 1), (22, 2)], ("boundary", "own"), Budget(), named=True)
-    assert len(made.asked) == 3
+    """And the search goes on from the students without groups that are served as `own`."""
+    search(made, [(22, 1)], ("own",), Budget(0.02, None), named=False)
+    _, *alone = made.asked
+    made.asked.clear()
+    search(made, [(22, 1), (22, 2)], ("own", "boundary"), Budget(0.02, None), named=False)
+    assert made.asked == [*[(22, 0, 0)] * 3, *alone]
 
 
 def test_too_few_far_tokens_do_not_count(made):
