@@ -43,6 +43,7 @@ def lower_program(
     cache_dtype=None,
     quantization: Scheme | None = None,
     adapters: int = 0,
+    boundary: bool = False,
     mesh: Mesh | None = None,
     implementation: Implementation | None = None,
 ) -> jax.stages.Lowered:
@@ -50,8 +51,8 @@ def lower_program(
     checkpoint.
 
     `num_pages` are those of the KV cache, None as many as prompts of all sequences can fill. There
-    are places for so many `adapters`, of the default rank. The devices of `mesh` need not exist
-    (`topology.topology_mesh`).
+    are places for so many `adapters`, of the default rank. `boundary` is that of `Layout`. The
+    devices of `mesh` need not exist (`topology.topology_mesh`).
     """
     shards = dp_size(mesh)
     served = served_config(config, swiftkv, mesh=mesh).at_length(max_model_len)
@@ -78,7 +79,7 @@ def lower_program(
     shapes = dataclasses.replace(shapes, **_shapes_of(program, page_size))
     weights = weight_shapes(config, swiftkv, dtype, quantization, mesh)
     attention = Attention(mesh, implementation)
-    layout = Layout(served, cache_dtype or dtype, mesh)
+    layout = Layout(served, cache_dtype or dtype, mesh, boundary=boundary)
     if adapters:
         options = EngineOptions(enable_lora=True, max_loras=adapters)
         places = adapter_places(layout, options, dtype)

@@ -49,6 +49,9 @@ class KVCache:
     v: tuple[Pool, ...]
     tap: Leaf = None  # f32[X, D], with `Config.boundary_taps` only
     """The normed boundary state of the last token written to each page: see `infer.runner.taps`."""
+    boundary: Pool | None = None  # X K page D/K; with `EngineOptions.prefix_cache_form` only
+    """The normed boundary state of every token, in as many parts as there are heads, so that it is
+    written and split over devices as keys are."""
 
 
 def cache_dtype(kv_cache_dtype: KVCacheDtype, dtype) -> jnp.dtype:
@@ -68,24 +71,29 @@ def cache_dtype(kv_cache_dtype: KVCacheDtype, dtype) -> jnp.dtype:
     return stored
 
 
-def cache_shapes(config: Config, pages: int, page_size: int, dtype) -> KVCache:
-    """The `ShapeDtypeStruct` of every array of a cache of `pages` pages of `page_size`
-    positions."""
+def cache_shapes(
+    config: Config, pages: int, page_size: int, dtype, *, boundary: bool = False
+) -> KVCache:
+    """The `ShapeDtypeStruct` of every array of a cache of `pages` pages of `page_size` positions;
+    `boundary` says whether it has the boundary states."""
     shape = (pages, config.num_kv_heads, page_size, config.head_dim)
     scale = (
         jax.ShapeDtypeStruct(shape[:3], jnp.float32) if jnp.dtype(dtype) in _EIGHT_BITS else None
     )
     pools = (Pool(jax.ShapeDtypeStruct(shape, dtype), scale),) * config.num_cache_layers
     states = jax.ShapeDtypeStruct((pages, config.embed_dim), jnp.float32)
-    return KVCache(pools, pools, states if config.boundary_taps else None)
+    part = jax.ShapeDtypeStruct((*shape[:3], config.embed_dim // config.num_kv_heads), dtype)
+    tap = states if config.boundary_taps else None
+    return KVCache(pools, pools, tap, Pool(part) if boundary else None)
 
 
 def map_cache(
     cache: KVCache, of_pages: Callable[[Any], Any], of_states: Callable[[Any], Any]
 ) -> KVCache:
-    """The tree of `of_pages` of each array of keys and values, and `of_states` of that of `tap`."""
-    k, v = jax.tree.map(of_pages, (cache.k, cache.v))
-    return KVCache(k, v, None if cache.tap is None else of_states(cache.tap))
+    """The tree of `of_pages` of each array of keys, values and boundary states, and `of_states` of
+    that of `tap`."""
+    k, v, boundary = jax.tree.map(of_pages, (cache.k, cache.v, cache.boundary))
+    return KVCache(k, v, None if cache.tap is None else of_states(cache.tap), boundary)
 
 
 def cache_sharding(config: Config, mesh: Mesh) -> NamedSharding:

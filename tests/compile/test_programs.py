@@ -102,23 +102,37 @@ def test_adapters(name):
     assert temporaries[PREFILL, 4] <= temporaries[PREFILL, 0] + 2 * activations
 
 
-@pytest.mark.parametrize("name", ["8B on an H200", "70B on 8 H200", "8B on a v6e", "70B on 4 v5p"])
-def test_moves_of_pages_to_the_host_and_back(name):
+@pytest.mark.parametrize(
+    ("name", "boundary"),
+    [
+        ("8B on an H200", False),
+        ("70B on 8 H200", False),
+        ("8B on a v6e", False),
+        ("70B on 4 v5p", False),
+        ("70B on 8 H200", True),
+        ("70B on 4 v5p", True),
+    ],
+)
+def test_moves_of_pages_to_the_host_and_back(name, boundary):
     """They return and take arrays in host memory, and update the cache in place. Temporaries are
     the pages themselves, two or three times. A described GPU does not say where operands are."""
     config, topology, mesh, _ = MACHINES[name]
     on_gpu = topology.startswith("h200")
     token = bytes_per_token(config, jnp.bfloat16) / math.prod(mesh)
-    pages = SIZES[0] * 128 * token
+    state = boundary * 2 * config.embed_dim / math.prod(mesh)
+    pages = SIZES[0] * 128 * (token / (1 + boundary) + state)
+    token += state
     for saves in (True, False):
         program = MoveProgram(saves, SIZES[0])
-        lowered = lower_program(config, program, **SHAPE, mesh=topology_mesh(topology, mesh))
+        lowered = lower_program(
+            config, program, **SHAPE, boundary=boundary, mesh=topology_mesh(topology, mesh)
+        )
         memory: Any = lowered.compile().memory_analysis()
         on_host = memory.host_output_size_in_bytes if saves else memory.host_argument_size_in_bytes
         temporaries = memory.temp_size_in_bytes / pages
         print(f"{name}, {program}: {on_host / MIB:.0f} MiB on the host, {temporaries=:.2f}")
         assert on_host == pages or (on_gpu and not saves)
-        assert temporaries < (2 if on_gpu else 3.1)
+        assert temporaries < (2.1 if on_gpu else 3.1)
         assert saves or memory.alias_size_in_bytes >= SLOTS * SHAPE["max_model_len"] * token
 
 

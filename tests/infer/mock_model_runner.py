@@ -137,7 +137,7 @@ class MockModelRunner:
         return True
 
     def move_pages(self, moves: Sequence[PageMove]) -> None:
-        for saves, page, slot in moves:
+        for saves, page, slot, _ in moves:
             assert 0 <= slot < self.shapes.host_pages
             if saves:
                 self.host_pages.put(slot, self.pages[0, page].copy())

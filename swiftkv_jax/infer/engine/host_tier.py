@@ -35,6 +35,8 @@ class PageMove(NamedTuple):
     """Page of the device's pool."""
     slot: int
     """Place in host memory."""
+    number: int = 0
+    """Number of the page in its sequences, where it is loaded."""
 
 
 class TierCounts(NamedTuple):
@@ -110,7 +112,8 @@ class HostTier:
         self._free = list(range(num_slots - 1, -1, -1))
         # The longest unused first.
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()
-        self._loading: dict[int, bytes] = {}
+        # Page of the device -> (key, number in its sequences).
+        self._loading: dict[int, tuple[bytes, int]] = {}
         self._held: set[bytes] = set()
         self._moves: list[PageMove] = []
         self._unwritten: OrderedDict[bytes, None] = OrderedDict()
@@ -147,7 +150,7 @@ class HostTier:
         held."""
         if key in self._slot_of:
             self._slot_of.move_to_end(key)
-            self._held.discard(self._loading.pop(page, b""))
+            self._held.discard(self._loading.pop(page, (b"", 0))[0])
             return True
         if (slot := self._take_slot()) is None:
             return False
@@ -189,9 +192,10 @@ class HostTier:
         self.touch(keys)
         self._held.update(keys)
 
-    def begin_load(self, key: bytes, page: int) -> None:
-        """Load a page that is held into a page of the device, as soon as `load` is asked for it."""
-        self._loading[page] = key
+    def begin_load(self, key: bytes, page: int, number: int) -> None:
+        """Load a page that is held, `number` of its sequences, into a page of the device, as soon
+        as `load` is asked for it."""
+        self._loading[page] = key, number
 
     def load(self, pages: Iterable[int]) -> bool:
         """Plan the loads of those of a sequence's `pages` that wait for theirs, as far as there is
@@ -202,9 +206,9 @@ class HostTier:
             if page in self._loading:
                 if not self._room:
                     return False
-                key = self._loading.pop(page)
+                key, number = self._loading.pop(page)
                 self._held.remove(key)
-                self._moves.append(PageMove(False, page, self._slot_of[key]))
+                self._moves.append(PageMove(False, page, self._slot_of[key], number))
                 self.loaded += 1
                 self._room -= 1
         return True

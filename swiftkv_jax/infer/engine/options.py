@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ...cli import parse_size, token_count
 from ...cli.fields import check_options, option
@@ -19,6 +19,8 @@ MAX_DECODE_STEPS = 128
 OFFLINE_PREFILL_CHUNKS = 32
 """`max_prefill_chunks` where all answers are awaited together."""
 MAX_SPECULATIVE_TOKENS = 15
+PrefixCacheForm = Literal["full", "boundary"]
+"""Content of a page beyond the device: see `EngineOptions.prefix_cache_form`."""
 METHODS = ("ngram", "ngram_gpu")
 """vLLM's names of drafts from a request's own text."""
 SPECULATORS = ("mlp_speculator", "arctic")
@@ -277,6 +279,13 @@ class EngineOptions:
         at_least=1,
     )
     """Bytes that these files may take."""
+    prefix_cache_form: PrefixCacheForm = _server(
+        "full",
+        "boundary: these pages hold one hidden state of a token in the place of its upper keys "
+        "and values, which are made of it again (default: %(default)s)",
+    )
+    """Pages of the form `boundary` are smaller in host memory, on disk and on the bus. On the
+    device the cache has the state too, and what is made again is equal up to rounding."""
     enable_lora: bool = _server(
         False,
         "keep places for LoRA adapters",
@@ -346,8 +355,9 @@ class EngineOptions:
             ("prefix_cache_dir", "prefix_cache_host"),
             ("prefix_cache_dir", "prefix_cache_disk"),
             ("prefix_cache_disk", "prefix_cache_dir"),
+            ("prefix_cache_form", "prefix_cache_host"),
         ):
-            if getattr(self, name) and not getattr(self, needed):
+            if getattr(self, name) not in (None, "full") and not getattr(self, needed):
                 raise UsageError(f"`{name}` needs `{needed}`", option=name)
         _check_generated_kv(self.generated_kv, self.exact_tail)
         for name in ("decode_rows", "chunks"):

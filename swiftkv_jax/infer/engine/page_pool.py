@@ -264,7 +264,7 @@ class PagePool:
             for number in loads:
                 table[number] = self._allocate()
                 self._register(keys[number], table[number])
-                self.host.begin_load(keys[number], table[number])
+                self.host.begin_load(keys[number], table[number], number)
             self._record_stored(keys, loads, source)
         return [*table, *(self._allocate() for _ in range(count))]
 

@@ -28,7 +28,7 @@ from ..engine.shapes import Shapes
 from .adapters import check_adapters, init_adapters
 from .choose_shapes import RIDGE_TOKENS, choose_shapes, widest_step, with_contexts
 from .conversion import Conversion
-from .host_pages import HostPages, num_host_pages
+from .host_pages import HostPages, keeps_boundary, num_host_pages
 from .layout import Layout
 from .memory import bytes_kept, bytes_per_device, memory_limit
 from .model_runner import ModelRunner
@@ -87,7 +87,8 @@ def build_model_runner(
     else:
         device = mesh.local_devices[0]
         model = shard_model(model, mesh)
-    layout = Layout(served, dtype, mesh, SingleDeviceSharding(device) if mesh is None else None)
+    place = SingleDeviceSharding(device) if mesh is None else None
+    layout = Layout(served, dtype, mesh, place, keeps_boundary(options, served, dtype))
     # A kernel in a program for several devices would get whole matrices.
     fp8_products = model.quantization is not None and model.quantization.arithmetic == "auto"
     fp8_products = fp8_products and (mesh is None or mesh.size == 1)

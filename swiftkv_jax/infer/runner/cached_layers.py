@@ -124,6 +124,9 @@ def run_boundary(
             x = first.put(x, own.x)
     rope = group_table(config, tables)
     s = norm(config, x, weights.norm_swiftkv)
+    boundary = cache.boundary
+    if boundary is not None:
+        boundary = write(boundary, head_major(s.reshape(*s.shape[:2], config.num_kv_heads, -1)))
     s_before = None
     if weights.k_tap is not None:
         assert before is not None
@@ -145,7 +148,7 @@ def run_boundary(
         if first is not None and own is not None:
             of_group = first.put_heads(k[group], own.k), first.put_heads(v[group], own.v)
         pools[i] = store(pools[i], *of_group)
-    return dataclasses.replace(_with_pools(cache, pools), tap=states)
+    return dataclasses.replace(_with_pools(cache, pools), tap=states, boundary=boundary)
 
 
 def run_upper_layers(

@@ -32,6 +32,8 @@ class Layout:
     mesh: Mesh | None
     device: Sharding | None = None
     """Sharding of all arrays without a mesh; None leaves it to JAX."""
+    boundary: bool = False
+    """True if the cache has `KVCache.boundary`, from which pages of the host are completed."""
 
     @property
     def cache_sharding(self) -> Sharding | None:
@@ -105,7 +107,9 @@ class Layout:
         def placed(sharding):
             return lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-        shapes = cache_shapes(self.config, pages, page_size, self.cache_dtype)
+        shapes = cache_shapes(
+            self.config, pages, page_size, self.cache_dtype, boundary=self.boundary
+        )
         return map_cache(shapes, placed(self.cache_sharding), placed(self.row_sharding))
 
 

@@ -199,7 +199,7 @@ def lower_all(
         add("adapter", insert_adapter(weights.adapters), weights.adapters, ints(), one)
     pages = ints(shapes.dp_size * COPY_PAGES)
     add("copy", copy_pages, served, pages, pages, state.cache, attention=attention)
-    for program, function, operands in move_programs(layout, shapes):
+    for program, function, operands in move_programs(layout, shapes, weights):
         add(program, function, *operands)
     return lower
 

@@ -365,7 +365,7 @@ class ModelRunner:
 
     def move_pages(self, moves: Sequence[PageMove]) -> None:
         """See `HostMemory`."""
-        self._update(cache=self.host_pages.move(self._state.cache, moves))
+        self._update(cache=self.host_pages.move(self.weights, self._state.cache, moves))
 
     def fingerprint(self) -> bytes:
         """See `HostMemory`."""

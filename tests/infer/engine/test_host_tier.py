@@ -1,10 +1,10 @@
 """Pages that leave the device stay in host memory: what is loaded is what was saved."""
 
+import dataclasses
 import functools
 import random
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,16 +19,17 @@ from swiftkv_jax.infer.engine.sampling_params import SamplingParams
 from swiftkv_jax.infer.runner.host_pages import (
     PINNED_LIMIT,
     MoveProgram,
-    load_pages,
+    keeps_boundary,
     num_host_pages,
-    save_pages,
 )
-from swiftkv_jax.model.cache import cache_shapes
+from swiftkv_jax.model.config import KVCacheDtype
 from swiftkv_jax.model.mesh import make_mesh
 from tests.infer.engine.mock_requests import ask, check_empty, drain, prompt_of
-from tests.infer.engine.test_engine import collect, model, small
+from tests.infer.engine.test_engine import model, small
 from tests.infer.engine.test_page_pool import taken
 from tests.infer.engine.test_scheduler import answers
+from tests.infer.engine.test_speculation import answers as answers_of
+from tests.infer.engine.test_speculation import check_equal
 from tests.infer.mock_model_runner import MockHostPages, continuation, mock_engine
 
 # The index --------------------------------------------------------------------
@@ -92,7 +93,7 @@ def test_evicted_pages_are_saved_and_then_loaded_into_others():
     saves, loads = memory[:4], memory[4:]
     assert all(move.saves for move in saves) and {move.page for move in saves} == {*table}
     # The first pool page had the first key, as `taken` gives pages in their order.
-    expected = [PageMove(False, page, slots[n]) for n, page in enumerate(table)]
+    expected = [PageMove(False, page, slots[n], n) for n, page in enumerate(table)]
     assert loads == expected and (host.saved, host.loaded) == (8, 4)
     pool.release(table)
     assert fill(pool, 40, 4) and host.saved == 8, "what the host has is not saved again"
@@ -261,58 +262,47 @@ def test_other_weights_find_nothing_on_the_host():
 # The device -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", ["float32", "int8"])
-def test_pages_come_back_bit_by_bit(format):
-    """Keys, values and scales of each layer, into other pages; no other page changes."""
-    config = model().config
-    shapes = cache_shapes(config, 12, 4, jnp.dtype(format))
-    rng = np.random.default_rng(0)
-
-    def content(leaf):
-        return jnp.asarray(rng.integers(-100, 100, leaf.shape), leaf.dtype)
-
-    cache = jax.tree.map(content, shapes)
-    cache = type(cache)(cache.k, cache.v, jnp.asarray(rng.normal(size=(12, 8))))
-    source, target = jnp.array([1, 7, 4]), jnp.array([2, 0, 11])
-    saved = save_pages(cache, source)
-    assert len(saved) == 3
-    other = jax.tree.map(lambda leaf: jnp.asarray(leaf + 1), cache)
-    expected = jax.tree.map(lambda leaf: np.array(leaf), other)
-    for old, new in zip(jax.tree.leaves(cache), jax.tree.leaves(expected), strict=True):
-        new[target] = old[source]
-    found = load_pages(other, target, saved)
-    for one, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(one, wanted)
-
-
 @functools.cache
-def engine_with(format: str, mesh: str | None = None, **fields: Any) -> Engine:
+def engine_with(format: KVCacheDtype, mesh: str | None = None, **fields: Any) -> Engine:
     chosen = small(kv_cache_dtype=format, **fields)
-    return Engine.from_model(model(), chosen, mesh=None if mesh is None else make_mesh(mesh))
+    return Engine.from_model(model(1), chosen, mesh=None if mesh is None else make_mesh(mesh))
 
 
 @pytest.mark.parametrize(
-    ("format", "mesh"),
+    ("format", "form", "mesh"),
     [
-        ("auto", None),
-        pytest.param("int8", None, marks=pytest.mark.long),
-        pytest.param("int8", "1x2", marks=pytest.mark.long),
+        ("auto", "full", None),
+        ("auto", "boundary", None),
+        pytest.param("int8", "full", None, marks=pytest.mark.long),
+        pytest.param("int8", "full", "1x2", marks=pytest.mark.long),
+        pytest.param("auto", "boundary", "1x2", marks=pytest.mark.long),
     ],
 )
-def test_answers_are_those_of_an_engine_that_computes_all(format, mesh, compilations):
+def test_answers_are_those_of_an_engine_that_computes_all(format, form, mesh, compilations):
+    """Also where a prompt goes on from an answer, whose tokens were decoded."""
     cold = engine_with(format, mesh, enable_prefix_caching=False)
-    size = cold.model_runner.layout.page_bytes(4)
-    memory = {"kv_cache_memory": 24 * size, "prefix_cache_host": 400 * size}
-    engine = engine_with(format, mesh, **memory)
+    layout = dataclasses.replace(cold.model_runner.layout, boundary=form == "boundary")
+    size = layout.page_bytes(4)
+    memory = {"kv_cache_memory": 24 * size, "prefix_cache_host": 800 * size}
+    engine = engine_with(format, mesh, prefix_cache_form=form, **memory)
+    assert engine.pools[0].num_pages == 24
     rng = random.Random(3)
     prefixes = [[rng.randrange(61) for _ in range(40)] for _ in range(5)]
     requests = []
     for number in range(100):
         prompt = [*rng.choice(prefixes)[: rng.randint(20, 40)], *prompt_of(number, 6)]
-        params = SamplingParams(max_tokens=rng.randint(1, 8), temperature=rng.choice([0.0, 0.9]))
+        sampled = {"temperature": rng.choice([0.0, 0.9]), "logprobs": 0}
+        params = SamplingParams(max_tokens=rng.randint(1, 8), **sampled)
         requests.append(Request([token % 61 for token in prompt], params, rng_stream=number))
     compilations.clear()
-    assert collect(engine, requests) == collect(cold, requests)
+    first = answers_of(engine, requests)
+    check_equal(first, answers_of(cold, requests), atol=1e-5)
+    params = SamplingParams(max_tokens=2, logprobs=0)
+    again = [
+        Request([*request.prompt, *first[number, 0][0], 5], params, rng_stream=number)
+        for number, request in enumerate(requests)
+    ]
+    check_equal(answers_of(engine, again), answers_of(cold, again), atol=1e-5)
     stats = engine.prefix_stats
     assert stats.evictions > 200 and stats.host_hits > 200 and not compilations
     assert engine.stats.compilations == 0
@@ -344,6 +334,22 @@ def test_what_cannot_be_kept_is_refused(monkeypatch):
     )
     refused("needs `enable_prefix_caching`", prefix_cache_host=2**20, enable_prefix_caching=False)
     refused("must be at least 1", prefix_cache_host=0)
+    form = {"prefix_cache_form": "boundary", "prefix_cache_host": 2**20}
+    refused("numbers, the upper keys and values of a token 32", **form)
+    refused("does not go with `kv_cache_dtype`=int8", kv_cache_dtype="int8", **form)
+    refused("needs `lora_upper_only`", enable_lora=True, **form)
+    refused("=half is not one of full, boundary", **form | {"prefix_cache_form": "half"})
+    refused("`prefix_cache_form` needs `prefix_cache_host`", prefix_cache_form="boundary")
+    for change, text in (
+        ({"num_key_value_layers": 3}, "needs a student"),
+        ({"boundary_taps": 1}, "more than the state, by `boundary_taps`"),
+        ({"exact_head": 1}, "more than the state, by `exact_head`"),
+        ({"prompt_attention_layers": 1}, "more than the state, by `prompt_attention_layers`"),
+        ({"embed_dim": 31}, "no multiple of the 2 key/value heads"),
+    ):
+        config = dataclasses.replace(model(1).config, **change)
+        with pytest.raises(UsageError, match=text):
+            keeps_boundary(small(**form), config, jnp.dtype("float32"))
     layout = engine_with("auto").model_runner.layout
     for given, text in (("0", f"raise the variable {PINNED_LIMIT}"), ("1 GB", "='1 GB' is not a")):
         monkeypatch.setenv(PINNED_LIMIT, given)

@@ -275,7 +275,7 @@ def test_a_page_that_waits_for_its_load_is_written_from_host_memory(tmp_path, mo
         full.setattr(store, "write", lambda key, page: True)
         host.flush()
     host.hold([KEYS[0]])
-    host.begin_load(KEYS[0], 7)
+    host.begin_load(KEYS[0], 7, 0)
     host.persist({KEYS[0]: 7}, 10)
     assert KEYS[0] in store
     assert host.load([7])

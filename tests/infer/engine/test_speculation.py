@@ -62,11 +62,11 @@ def expected_of(narrow: Engine, requests: Sequence[Request]) -> Answers:
     return answers(narrow, [dataclasses.replace(one, prediction=()) for one in requests])
 
 
-def check_equal(first: Answers, second: Answers) -> None:
+def check_equal(first: Answers, second: Answers, atol: float = 1e-4) -> None:
     assert first.keys() == second.keys()
     for key, (tokens, logprobs, reason) in first.items():
         assert second[key][0] == tokens and second[key][2] == reason, key
-        np.testing.assert_allclose(second[key][1], logprobs, atol=1e-4)
+        np.testing.assert_allclose(second[key][1], logprobs, atol=atol)
 
 
 def number_of_texts(engine: Engine, texts: Sequence[Sequence[int]]) -> int:
