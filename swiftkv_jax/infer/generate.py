@@ -19,7 +19,7 @@ from ..model.model import Model, check_model
 from ..pallas_kernels import Implementation
 from .engine.checks import check_request
 from .engine.engine import Engine
-from .engine.options import OFFLINE_PREFILL_CHUNKS, EngineOptions
+from .engine.options import OFFLINE_PREFILL_CHUNKS, EngineOptions, offline_num_seqs
 from .engine.requests import Request
 from .engine.sampling_params import SamplingParams
 from .text import TextStream, encode, encode_chat
@@ -46,7 +46,7 @@ def generate(
     max_tokens: int,
     swiftkv: bool | None = None,
     max_model_len: int | None = None,
-    max_num_seqs: int = 64,
+    max_num_seqs: int | None = None,
     decode_steps: int = 8,
     kv_cache_dtype: KVCacheDtype = "auto",
     generated_kv: GeneratedKV | None = None,
@@ -107,6 +107,9 @@ def generate(
     if max_model_len is None:  # the cache fits these prompts, the model is what it is for any
         max_model_len = min(max(lengths) + params.max_tokens, positions)
         model = dataclasses.replace(model, config=model.config.at_length(positions))
+    if max_num_seqs is None:
+        (device, *_) = model.llama.embed.devices()
+        max_num_seqs = offline_num_seqs(device.platform, len(many))
     options = EngineOptions(
         max_model_len=max_model_len,
         max_num_seqs=min(max_num_seqs, max(len(many), 1)),

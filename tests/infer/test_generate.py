@@ -4,6 +4,7 @@ options."""
 import copy
 import dataclasses
 import functools
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from safetensors.numpy import load_file
 import swiftkv_jax as skv
 from swiftkv_jax import UsageError
 from swiftkv_jax.infer import Engine, EngineOptions, Request, SamplingParams
+from swiftkv_jax.infer.engine.options import offline_num_seqs
 from swiftkv_jax.infer.generate import generate
 from swiftkv_jax.infer.text import encode_chat
 from tests import tiny
@@ -93,6 +95,18 @@ def sampled() -> list[list[int]]:
 )
 def test_draws_do_not_depend_on_how_they_are_computed(options: dict[str, Any]):
     assert generate(model(), PROMPTS, **SAMPLED, **options) == sampled()
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, 100), ({"max_num_seqs": 7}, 7)])
+def test_on_an_accelerator_more_prompts_run_at_once(given, expected, monkeypatch):
+    def started(model, options, **others):
+        raise InterruptedError(options.max_num_seqs)
+
+    monkeypatch.setattr(Engine, "from_model", started)
+    found = importlib.import_module("swiftkv_jax.infer.generate")
+    monkeypatch.setattr(found, "offline_num_seqs", lambda _, count: offline_num_seqs("gpu", count))
+    with pytest.raises(InterruptedError, match=f"^{expected}$"):
+        generate(model(), [[5]] * 100, max_tokens=1, **given)
 
 
 def test_tokens_do_not_depend_on_jax_enable_x64():

@@ -22,7 +22,7 @@ from ...process.distributed import is_main_process
 from ...process.files import check_absent, write_json
 from ...process.provenance import provenance
 from ..engine.engine import Engine
-from ..engine.options import EngineOptions
+from ..engine.options import EngineOptions, offline_num_seqs
 from ..runner.kv_heads import kv_head_copies
 from ..runner.model_runner import ModelRunner
 from .cells import STUDENT, TEACHER, Cell
@@ -53,6 +53,9 @@ def main(args: argparse.Namespace) -> int:
     engine_options, cells = plan(options)
     names = options.swiftkv
     source = open_source(options)
+    if options.mode == "offline" and "max_num_seqs" not in options.engine:
+        rows = offline_num_seqs(jax.default_backend(), max(cell.prompts for cell in cells))
+        engine_options = dataclasses.replace(engine_options, max_num_seqs=rows)
     limit = min(source.config.max_position_embeddings, engine_options.max_model_len or sys.maxsize)
     longest = max(cells, key=lambda cell: cell.length)
     if longest.length > limit:

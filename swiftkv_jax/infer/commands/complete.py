@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 from ...cli.fields import given
 from ...cli.model_loading import load_model
 from ...cli.model_options import ModelOptions
@@ -19,7 +21,7 @@ from ...errors import UsageError
 from ...model.model import Model
 from ...process.jsonl import scan
 from ..engine.checks import check_request
-from ..engine.options import OFFLINE_PREFILL_CHUNKS, EngineOptions
+from ..engine.options import OFFLINE_PREFILL_CHUNKS, EngineOptions, offline_num_seqs
 from ..engine.requests import Request
 from ..engine.sampling_params import SamplingParams
 from .batch import Row, read_rows
@@ -83,8 +85,12 @@ def main(args: argparse.Namespace) -> int:
         model = dataclasses.replace(model, config=config)
     reader = PromptReader(model.tokenizer, params)
     if scanned is not None:
-        options = EngineOptions(max_prefill_chunks=OFFLINE_PREFILL_CHUNKS, **engine_fields)
-        work = _file_workload(reader, model, options, *scanned)
+        _, num_rows, _ = scanned
+        offline: dict[str, Any] = {
+            "max_prefill_chunks": OFFLINE_PREFILL_CHUNKS,
+            "max_num_seqs": offline_num_seqs(jax.default_backend(), num_rows),
+        }
+        work = _file_workload(reader, model, EngineOptions(**offline | engine_fields), *scanned)
     else:
         stream = command.stream and file is None
         work = _prompt_workload(command.read(), reader, model, engine_fields, stream=stream)

@@ -79,13 +79,8 @@ def choose_shapes(
     slots = -(-options.max_num_seqs // dp_size)
     table_pages = -(-length // page_size)
     chunks = options.chunks or _chunk_sizes(options, length, slots, platform, ridge_tokens)
-    decode_rows = options.decode_rows or _decode_rows(options, slots, platform)
-    if decode_rows[-1] != slots:
-        raise UsageError(
-            f"the last of `decode_rows`={decode_rows} must be the {slots} sequences of each device",
-            option="decode_rows",
-        )
-    all_pages = slots * table_pages * (1 + config.pages_per_own_page)
+    longest_pages = table_pages * (1 + config.pages_per_own_page)
+    all_pages = slots * longest_pages
     if options.kv_cache_memory is not None:
         _check_memory(options.kv_cache_memory, weight_bytes, kept_bytes, memory_limit)
         num_pages = options.kv_cache_memory // page_bytes
@@ -97,6 +92,13 @@ def choose_shapes(
     else:
         share = int(CPU_CACHE_SHARE * host_memory())
         num_pages = min(all_pages, max(table_pages, share // page_bytes))
+    cached_rows = num_pages // longest_pages
+    decode_rows = options.decode_rows or _decode_rows(options, slots, cached_rows, platform)
+    if decode_rows[-1] != slots:
+        raise UsageError(
+            f"the last of `decode_rows`={decode_rows} must be the {slots} sequences of each device",
+            option="decode_rows",
+        )
     shapes = Shapes(
         dp_size=dp_size,
         page_size=page_size,
@@ -160,13 +162,18 @@ def _chunk_sizes(
     return tuple(reversed(sizes))
 
 
-def _decode_rows(options: EngineOptions, slots: int, platform: str) -> tuple[int, ...]:
-    """`Shapes.decode_rows` by default."""
-    if options.one_size:
-        return (slots,)
+def _decode_rows(
+    options: EngineOptions, slots: int, cached_rows: int, platform: str
+) -> tuple[int, ...]:
+    """`Shapes.decode_rows` by default, with a cache that holds `cached_rows` of the longest
+    sequences."""
+    sizes = buckets(slots, smallest=1, count=4)
     if platform == "gpu":
-        return (*(rows for rows in GPU_DECODE_ROWS if rows < slots), slots)
-    return buckets(slots, smallest=1, count=4)
+        sizes = (*(rows for rows in GPU_DECODE_ROWS if rows < slots), slots)
+    if options.one_size:
+        cached = next(size for size in sizes if size >= min(cached_rows, slots))
+        return (cached, slots) if cached < slots else (slots,)
+    return sizes
 
 
 def _decode_kinds(options: EngineOptions, platform: str) -> tuple[UnconstrainedKind, ...]:

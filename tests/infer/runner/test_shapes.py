@@ -13,6 +13,7 @@ from swiftkv_jax.infer.engine.options import (
     MAX_SPECULATIVE_TOKENS,
     EngineOptions,
     SpeculativeConfig,
+    offline_num_seqs,
 )
 from swiftkv_jax.infer.engine.shapes import Shapes
 from swiftkv_jax.infer.runner.choose_shapes import choose_shapes, with_contexts
@@ -25,6 +26,9 @@ from swiftkv_jax.plan.presets import LLAMA_8B
 from tests import tiny
 
 MIB = 2**20
+
+
+FITTED = {"max_model_len": 2304, "kv_cache_memory": 176 * 18 * 1024}
 
 
 def shapes_on(platform: str, options: EngineOptions, **device: Any) -> Shapes:
@@ -76,12 +80,24 @@ def test_smaller_chunks_have_one_number_of_tiles():
         ("gpu", {"max_num_seqs": 500}, (1, 8, 32, 64, 96, 128, 192, 256, 384, 500)),
         ("gpu", {"max_num_seqs": 4}, (1, 4)),
         ("gpu", {"one_size": True}, (64,)),
+        # The pages that are left hold 176 sequences of 2,304 tokens.
+        ("gpu", {"one_size": True, "max_num_seqs": 256, **FITTED}, (192, 256)),
+        ("gpu", {"one_size": True, "max_num_seqs": 150, **FITTED}, (150,)),
+        ("gpu", {"max_num_seqs": 150, **FITTED}, (1, 8, 32, 64, 96, 128, 150)),
         ("tpu", {}, (1, 8, 64)),
         ("cpu", {"max_num_seqs": 1}, (1,)),
     ],
 )
 def test_sizes_of_a_decode_call(platform, fields, expected):
     assert shapes_on(platform, EngineOptions(**fields)).decode_rows == expected
+
+
+@pytest.mark.parametrize(
+    ("platform", "requests", "expected"),
+    [("gpu", 1000, 256), ("gpu", 100, 100), ("gpu", 1, 64), ("tpu", 1000, 256), ("cpu", 1000, 64)],
+)
+def test_sequences_where_all_answers_are_awaited_together(platform, requests, expected):
+    assert offline_num_seqs(platform, requests) == expected
 
 
 @pytest.mark.parametrize(
