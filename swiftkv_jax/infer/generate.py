@@ -19,9 +19,10 @@ from ..model.model import Model, check_model
 from ..pallas_kernels import Implementation
 from .engine.checks import check_request
 from .engine.engine import Engine
-from .engine.options import OFFLINE_PREFILL_CHUNKS, EngineOptions, offline_num_seqs
+from .engine.options import OFFLINE_PREFILL_CHUNKS, EngineOptions
 from .engine.requests import Request
 from .engine.sampling_params import SamplingParams
+from .runner.choose_shapes import offline_num_seqs
 from .text import TextStream, encode, encode_chat
 
 

@@ -17,8 +17,8 @@ from safetensors.numpy import load_file
 import swiftkv_jax as skv
 from swiftkv_jax import UsageError
 from swiftkv_jax.infer import Engine, EngineOptions, Request, SamplingParams
-from swiftkv_jax.infer.engine.options import offline_num_seqs
 from swiftkv_jax.infer.generate import generate
+from swiftkv_jax.infer.runner.choose_shapes import offline_num_seqs
 from swiftkv_jax.infer.text import encode_chat
 from tests import tiny
 from tests.infer.conftest import CHAT_TEMPLATE

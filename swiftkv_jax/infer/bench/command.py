@@ -22,7 +22,8 @@ from ...process.distributed import is_main_process
 from ...process.files import check_absent, write_json
 from ...process.provenance import provenance
 from ..engine.engine import Engine
-from ..engine.options import EngineOptions, offline_num_seqs
+from ..engine.options import EngineOptions
+from ..runner.choose_shapes import offline_num_seqs
 from ..runner.kv_heads import kv_head_copies
 from ..runner.model_runner import ModelRunner
 from .cells import STUDENT, TEACHER, Cell

@@ -21,9 +21,10 @@ from ...errors import UsageError
 from ...model.model import Model
 from ...process.jsonl import scan
 from ..engine.checks import check_request
-from ..engine.options import OFFLINE_PREFILL_CHUNKS, EngineOptions, offline_num_seqs
+from ..engine.options import OFFLINE_PREFILL_CHUNKS, EngineOptions
 from ..engine.requests import Request
 from ..engine.sampling_params import SamplingParams
+from ..runner.choose_shapes import offline_num_seqs
 from .batch import Row, read_rows
 from .chat_template import chat_template_text, set_chat_template
 from .complete_arguments import DEMO_PROMPT, DEMO_SAMPLING, CompleteOptions

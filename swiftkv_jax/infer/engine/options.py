@@ -18,8 +18,6 @@ from .shadow_drafts import MAX_LOOKUP
 MAX_DECODE_STEPS = 128
 OFFLINE_PREFILL_CHUNKS = 32
 """`max_prefill_chunks` where all answers are awaited together."""
-OFFLINE_NUM_SEQS = 256
-"""Most sequences by default where all answers are awaited together, on an accelerator."""
 MAX_SPECULATIVE_TOKENS = 15
 PrefixCacheForm = Literal["full", "boundary"]
 """Content of a page beyond the device: see `EngineOptions.prefix_cache_form`."""
@@ -145,8 +143,7 @@ class EngineOptions:
     """None is the model's `max_position_embeddings`."""
     max_num_seqs: int = option(
         64,
-        "sequences that decode together (default: %(default)s; on an accelerator up to 256 for a "
-        "file of rows and bench offline)",
+        "sequences that decode together (default: %(default)s; of files on accelerators up to 256)",
         metavar="N",
         at_least=1,
     )
@@ -401,10 +398,3 @@ def _check_generated_kv(generated_kv: object, exact_tail: object) -> None:
         )
     if exact_tail and generated_kv == "boundary":
         raise UsageError(f"`exact_tail`={exact_tail} needs `generated_kv`=own", option="exact_tail")
-
-
-def offline_num_seqs(platform: str, requests: int) -> int:
-    """`max_num_seqs` by default where the answers to so many requests are awaited together. The KV
-    cache may hold fewer. On a CPU 256 took longer than 64."""
-    default = EngineOptions.max_num_seqs
-    return default if platform == "cpu" else max(default, min(requests, OFFLINE_NUM_SEQS))

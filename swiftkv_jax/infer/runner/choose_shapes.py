@@ -33,6 +33,8 @@ RIDGE_TOKENS = 256.0
 GPU_DECODE_ROWS = (1, 8, 32, 64, 96, 128, 192, 256, 384)
 """Sizes of a decode call by default on a GPU: from some 64 rows on, the time of a step grows with
 the rows."""
+OFFLINE_NUM_SEQS = 256
+"""Most sequences by default where all answers are awaited together, on an accelerator."""
 FIRST_TOKENS = ("gpu", "tpu")
 """Platforms whose engines go on from a chunk to the first token (`Shapes.first_tokens`). On a CPU
 it would save little beside the prompt."""
@@ -53,6 +55,13 @@ def buckets(largest: int, *, smallest: int, count: int) -> tuple[int, ...]:
     while len(sizes) < count and sizes[-1] > smallest:
         sizes.append(max(sizes[-1] // 8, smallest))
     return tuple(reversed(sizes))
+
+
+def offline_num_seqs(platform: str, requests: int) -> int:
+    """`max_num_seqs` by default where the answers to so many requests are awaited together. On a
+    CPU 256 are slower than 64."""
+    default = EngineOptions.max_num_seqs
+    return default if platform == "cpu" else max(default, min(requests, OFFLINE_NUM_SEQS))
 
 
 def choose_shapes(

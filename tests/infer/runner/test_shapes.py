@@ -13,10 +13,9 @@ from swiftkv_jax.infer.engine.options import (
     MAX_SPECULATIVE_TOKENS,
     EngineOptions,
     SpeculativeConfig,
-    offline_num_seqs,
 )
 from swiftkv_jax.infer.engine.shapes import Shapes
-from swiftkv_jax.infer.runner.choose_shapes import choose_shapes, with_contexts
+from swiftkv_jax.infer.runner.choose_shapes import choose_shapes, offline_num_seqs, with_contexts
 from swiftkv_jax.infer.runner.layout import Layout
 from swiftkv_jax.infer.runner.lowering import lower_all
 from swiftkv_jax.infer.runner.serving_form import served_config, weight_shapes
