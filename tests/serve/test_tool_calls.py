@@ -49,7 +49,7 @@ def read(parser: CallParser, text: str, size: int, *, is_cut: bool = False):
         ('{"type": "function", "name": "f", "parameters": {"a": 1}}', "", [("f", '{"a": 1}')]),
         ('{"parameters": {"a": 1}, "name": "f"}', "", [("f", '{"a": 1}')]),
         ('{"name": "f", "parameters": {}, "id": "}"} x', " x", [("f", "{}")]),
-        ('{"name": "f"}', "", [("f", "{}")]),
+        ('{"name": "f", "type": "function", "id": "1"}', "", [("f", "{}")]),
         ('{"name": "f", "arguments": null}', "", [("f", "{}")]),
         ('{"name": "f", "parameters": ""}', "", [("f", "{}")]),
         *(
