@@ -33,9 +33,10 @@ class Terms:
         the adapter before stays."""
         return Terms(self.a.at[place].set(one.a), self.b.at[:, place].set(one.b))
 
-    def only(self, place: Any) -> Terms:
-        """Terms of the adapter in one place, as of S = 1."""
-        take = jax.lax.dynamic_index_in_dim
+    def of_row(self, adapter: Any) -> Terms:
+        """Terms of the adapter of one row, i32[1, 1], as of S = 1; any terms where it has none. Of
+        S = 1 they are the same, whatever the adapter's number."""
+        take, place = jax.lax.dynamic_index_in_dim, jnp.maximum(adapter.reshape(()) - 1, 0)
         return Terms(take(self.a, place, 0), take(self.b, place, 1))
 
 
@@ -114,8 +115,7 @@ def _low_rank(
     """The part of a product with `x` that each row's adapter adds."""
     count, rank, _ = terms.a.shape
     if adapter.size == 1:  # of one row those of its adapter are read alone
-        place = jnp.maximum(adapter.reshape(()) - 1, 0)
-        terms, count = terms.only(place), 1
+        terms, count = terms.of_row(adapter), 1
         adapter = jnp.minimum(adapter, 1)
     inside = product("BTI,RI->BTR", x, terms.a.reshape(count * rank, -1))
     number = jnp.repeat(jnp.arange(1, count + 1), rank)

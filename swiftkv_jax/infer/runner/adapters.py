@@ -166,6 +166,19 @@ def _prompt_digest(
     return digest.digest() if is_seen else b""
 
 
+def with_one_place(weights: Weights, adapter: Int[Array, "B 1"] | None) -> Weights:
+    """The weights with the places of one adapter alone where there is one row, whose `adapter` is
+    given: a loop over steps would copy them out of all places in each."""
+    if adapter is None or adapter.size > 1:
+        return weights
+    places = jax.tree.map(
+        lambda terms: terms.of_row(adapter),
+        weights.adapters,
+        is_leaf=lambda leaf: isinstance(leaf, Terms),
+    )
+    return dataclasses.replace(weights, adapters=places)
+
+
 def with_adapters(config: Config, weights: Weights, adapter: Int[Array, "A _"] | None) -> Weights:
     """The weights with `Adapted` matrices, `adapter` being that field, where there are places for
     adapters; None changes nothing. Weights that are adapted get the adapters of other rows."""

@@ -27,7 +27,7 @@ from ..engine.shapes import kv_programs
 from ..sampling.metadata import SamplingMetadata
 from ..sampling.penalties import update_token_counts, update_token_counts_of_blocks
 from ..sampling.sampler import apply_masks, sample, sample_greedy
-from .adapters import with_adapters
+from .adapters import with_adapters, with_one_place
 from .cached_layers import (
     OwnCache,
     Write,
@@ -336,6 +336,7 @@ def decode(
         return (cache, after, token_counts, history), sampled
 
     batch = split_rows(state.batch.gather(slots), attention)
+    weights = with_one_place(weights, batch.adapter)
     carry = state.cache, batch, state.token_counts, state.history
     run = step if drafting is None else functools.partial(verify, drafting)
     (cache, batch, token_counts, history), sampled = jax.lax.scan(run, carry, length=steps)

@@ -76,7 +76,7 @@ def folders(base, tmp_path_factory) -> dict[str, Path]:
 
 def engine_with(**fields: Any) -> Engine:
     """With a program for the first token of a prompt that is alone, as on a GPU."""
-    chosen = options(max_num_seqs=9, chunks=(16,), decode_rows=(9,), **fields)
+    chosen = options(max_num_seqs=9, chunks=(16,), decode_rows=(1, 9), **fields)
     runner = build_model_runner(model(), chosen)
     first = chosen.speculative is None
     runner.shapes = dataclasses.replace(runner.shapes, first_tokens=first)
