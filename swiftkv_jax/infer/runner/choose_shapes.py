@@ -26,10 +26,9 @@ SINGLE_STEP_BYTES = 256 * 2**20
 longer than the host needs for a call, on the same cores."""
 FEW_TILES = 4
 """Spare query tiles of a chunk with few requests, as with long prompts."""
-MAX_CHUNK_SIZES = 4
-"""Sizes of a chunk by default on an accelerator: each is a program or more to compile."""
 RIDGE_TOKENS = 256.0
-"""`Hardware.ridge_tokens` of an accelerator that is not in its table."""
+"""`Hardware.ridge_tokens` of an accelerator that is not in its table. No size of a chunk is halved
+below it by default: each is a program or more to compile."""
 GPU_DECODE_ROWS = (1, 8, 32, 64, 96, 128, 192, 256, 384)
 """Sizes of a decode call by default on a GPU: from some 64 rows on, the time of a step grows with
 the rows."""
@@ -166,7 +165,7 @@ def _chunk_sizes(
     if platform == "cpu":
         return buckets(largest, smallest=16, count=2)
     sizes = [largest]
-    while len(sizes) < MAX_CHUNK_SIZES and sizes[-1] > max(ridge_tokens, 16):
+    while sizes[-1] > max(ridge_tokens, RIDGE_TOKENS):
         sizes.append(sizes[-1] // 2)
     return tuple(reversed(sizes))
 

@@ -27,6 +27,7 @@ from tests import tiny
 MIB = 2**20
 
 
+HALVES = 256, 512, 1024, 2048
 FITTED = {"max_model_len": 2304, "kv_cache_memory": 176 * 18 * 1024}
 
 
@@ -44,6 +45,9 @@ def shapes_on(platform: str, options: EngineOptions, **device: Any) -> Shapes:
         ("tpu", "TPU v6e", {}, (512, 1024, 2048)),
         ("tpu", "TPU v5p", {}, (256, 512, 1024, 2048)),
         ("gpu", "NVIDIA H100 80GB HBM3", {"max_num_batched_tokens": 512}, (256, 512)),
+        ("gpu", "NVIDIA H100 80GB HBM3", {"max_num_batched_tokens": 4096}, (*HALVES, 4096)),
+        ("gpu", "NVIDIA H100 80GB HBM3", {"max_num_batched_tokens": 8192}, (*HALVES, 4096, 8192)),
+        ("gpu", "NVIDIA A100-SXM4-80GB", {}, HALVES),
         ("gpu", "NVIDIA H100 80GB HBM3", {"one_size": True}, (2048,)),
         # Prompts of many short sequences share a chunk.
         ("gpu", "NVIDIA H100 80GB HBM3", {"max_model_len": 256}, (256, 512, 1024, 2048)),
