@@ -313,6 +313,8 @@ def test_what_an_engine_refuses(engine, base, folders, tmp_path):
 
 
 def test_what_is_refused_at_the_start():
+    with pytest.raises(UsageError, match="`lora_upper_only` needs `enable_lora`"):
+        options(lora_upper_only=True)
     upper_only = options(enable_lora=True, lora_upper_only=True)
     with pytest.raises(UsageError, match="for the upper layers of SwiftKV, and this model runs"):
         build_model_runner(model(), upper_only, swiftkv=False)
