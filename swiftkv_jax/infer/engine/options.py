@@ -286,10 +286,7 @@ class EngineOptions:
     )
     """Pages of the form `boundary` are smaller in host memory, on disk and on the bus. On the
     device the cache has the state too, and what is made again is equal up to rounding."""
-    enable_lora: bool = _server(
-        False,
-        "keep places for LoRA adapters",
-    )
+    enable_lora: bool = _server(False, "keep places for LoRA adapters")
     """Keep places for LoRA adapters (`Engine.adapters`), of which each request names one or none:
     `max_loras` of `max_lora_rank`."""
     lora_upper_only: bool = _server(
