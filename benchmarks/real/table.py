@@ -23,7 +23,6 @@ _COLUMNS = (
     "KL",
     "agreement",
     "far",
-    "far KL",
     "asked",
     *(task.name for task in documents.TASKS),
     "HumanEval",
@@ -36,8 +35,7 @@ _ON_THE_PAGE = _COLUMNS.index("HumanEval")
 LEGEND = (
     f"`prefill` is the share of the teacher's operations for a prompt of 2,048 tokens. `English` "
     f"and `code` are the perplexity above the teacher's after a prompt of {PROMPT}, in rows of "
-    f"{LENGTH} tokens of held-out packages; `far` the nats lost on far tokens of both, and `far "
-    f"KL` the divergence there. The last columns are points of questions answered right in every "
+    f"{LENGTH} tokens of held-out packages; `far` the nats lost on far tokens of both. The last columns are points of questions answered right in every "
     f"token, student minus teacher, of so many as were `asked`: `recall` of values in a register, "
     f"`questions` about people, and `identifiers` to complete, over documents of 512 to 4,096 "
     f"tokens. ± is one standard error of the paired difference; of 44 questions, about one "
@@ -201,7 +199,6 @@ def _line(cell: Cell, layers: int) -> tuple[str, ...]:
         f"{kl:.3f}",
         f"{agreement:.1%}",
         _far(cell),
-        f"{cell['far']['kl']['value']:.3f}" if cell["far"]["tokens"] else "",
         _asked(cell),
         *(_answers(cell["tasks"].get(task.name)) for task in documents.TASKS),
         _points(cell.get("human_eval")),
