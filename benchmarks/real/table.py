@@ -35,14 +35,14 @@ _ON_THE_PAGE = _COLUMNS.index("HumanEval")
 LEGEND = (
     f"`prefill` is the share of the teacher's operations for a prompt of 2,048 tokens. `English` "
     f"and `code` are the perplexity above the teacher's after a prompt of {PROMPT}, in rows of "
-    f"{LENGTH} tokens of held-out packages; `far` the nats lost on far tokens of both. The last columns are points of questions answered right in every "
-    f"token, student minus teacher, of so many as were `asked`: `recall` of values in a register, "
-    f"`questions` about people, and `identifiers` to complete, over documents of 512 to 4,096 "
-    f"tokens. ± is one standard error of the paired difference; of 44 questions, about one "
-    f"document of each length, it takes those about the same document for independent. "
-    f"`own`, 64: answers and the prompt's last 64 tokens keep their own keys and values. "
-    f"`restated` is the share of the rows whose answers [repeat parts of their prompts]"
-    f"(training.md#data)."
+    f"{LENGTH} tokens of held-out packages; `far` the nats lost on far tokens of both. The last "
+    f"columns are points of questions answered right in every token, student minus teacher, of so "
+    f"many as were `asked`: `recall` of values in a register, `questions` about people, and "
+    f"`identifiers` to complete, over documents of 512 to 4,096 tokens. ± is one standard error of "
+    f"the paired difference; of 44 questions, about one document of each length, it takes those "
+    f"about the same document for independent. `own`, 64: answers and the prompt's last 64 tokens "
+    f"keep their own keys and values. `restated` is the share of the rows whose answers [repeat "
+    f"parts of their prompts](training.md#data)."
 )
 
 
