@@ -119,12 +119,9 @@ class App:
     def check_model(self, name: str | None) -> None:
         """Raise `APIError` for a model that is not served. None is the one that is."""
         if name is not None and name not in self.model_names and self.adapters.get(name) is None:
-            raise APIError(
-                404,
-                "model_not_found",
-                f"the model {name!r} is not served here; {self.model_names[0]!r} is",
-                param="model",
-            )
+            served = ", ".join(map(repr, [self.model_names[0], *self.adapters.names()]))
+            message = f"the model {name!r} is not served here; served are: {served}"
+            raise APIError(404, "model_not_found", message, param="model")
 
     def adapter_of(self, name: str | None) -> ServedAdapter:
         """The adapter of a request for this model; `NO_ADAPTER` for the model itself. Raises

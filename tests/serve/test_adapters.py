@@ -79,6 +79,8 @@ def test_loaded_chosen_and_unloaded(lora):
         assert lora.post(path, body | {"model": "ten"})[0] == 200, path
         lora.app.service.engine.submit = add  # type: ignore[method-assign]
         assert [public_name(one) for one in seen] == ["ten"], path
+    status, answer = lora.post("/v1/completions", {"prompt": "a", "model": "another"})
+    assert status == 404 and answer["error"]["message"].endswith("served are: 'tiny', 'ten'")
     assert change(lora, "unload", lora_name="ten") == (
         200,
         "Success: LoRA adapter 'ten' removed successfully.",
