@@ -217,13 +217,14 @@ def differences(
 
 
 def first_of(names: Sequence[str]) -> str:
-    """The first five names of a list, and how many more there are, for a line that people read."""
+    """The first names of a list, and how many more there are, for a line that people read."""
+    count = 5
     shown = [
         name if len(name) <= 120 else f"{name[:80]}... ({len(name)} characters)" for name in names
     ]
-    if len(names) <= 6:
+    if len(names) <= count + 1:
         return ", ".join(shown)
-    return f"{', '.join(shown[:5])} and {len(names) - 5:,} more"
+    return f"{', '.join(shown[:count])} and {len(names) - count:,} more"
 
 
 def _tensor_of(config: Config, name: str, row: Param) -> tuple[str, tuple[int, int, int] | None]:

@@ -356,7 +356,7 @@ class EngineOptions:
             ("prefix_cache_form", "prefix_cache_host"),
             ("lora_upper_only", "enable_lora"),
         ):
-            if getattr(self, name) not in (None, False, "full") and not getattr(self, needed):
+            if getattr(self, name) != getattr(EngineOptions, name) and not getattr(self, needed):
                 raise UsageError(f"`{name}` needs `{needed}`", option=name)
         _check_generated_kv(self.generated_kv, self.exact_tail)
         for name in ("decode_rows", "chunks"):
